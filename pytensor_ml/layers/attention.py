@@ -1,0 +1,578 @@
+"""Scaled dot-product attention and the layers around it."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytensor.tensor as pt
+from pytensor.gradient import disconnected_grad
+from pytensor.tensor import TensorLike, as_tensor
+from pytensor.tensor.variable import TensorVariable
+
+from pytensor_ml.base import LayerOp, VariadicLayer, VariadicLayerOp, resolve_layer_name, zero_grad_of
+from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.positional import apply_rotary
+from pytensor_ml.state import Initializer
+
+
+class KVCache(NamedTuple):
+    """What attention reads of the tokens before, in slots of a fixed capacity.
+
+    Attributes
+    ----------
+    keys, values : tensor of shape (batch, n_kv_head, capacity, head_dim)
+        Slots from ``length`` on are not yet written.
+    length : integer scalar
+        Number of slots that are written. Token i of the next call takes slot ``length + i``.
+    start : integer tensor of shape (batch,)
+        First slot of each row that holds a real token; those before it are padding.
+    """
+
+    keys: TensorVariable
+    values: TensorVariable
+    length: TensorVariable
+    start: TensorVariable
+
+
+class AttentionLayer(VariadicLayerOp):
+    """The op of :func:`scaled_dot_product_attention`: inputs q, k, v and, if there is one, mask."""
+
+    __props__ = ("is_causal", "scale", "window", "softcap")
+
+    is_causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def build_inner_graph(
+        self, q: TensorVariable, k: TensorVariable, v: TensorVariable, *mask: TensorVariable
+    ) -> list[TensorVariable]:
+        return [attend(q, k, v, *mask, **self._props_dict())]
+
+    def pullback(
+        self,
+        inputs: Sequence[TensorVariable],
+        outputs: Sequence[TensorVariable],
+        output_grads: Sequence[TensorVariable],
+    ) -> list[TensorVariable]:
+        q, k, v, *mask = inputs
+        op = AttentionPullback(**self._props_dict())
+        gradients = op(q, k, v, output_grads[0], *mask)
+        return [*gradients, *(zero_grad_of(m) for m in mask[len(gradients) - 3 :])]
+
+
+class AttentionPullback(LayerOp):
+    """The gradients of :class:`AttentionLayer` by q, k, v and a floating mask.
+
+    Its inputs are q, k, v, the gradient of the output and, if there is one, the mask.
+    """
+
+    __props__ = ("is_causal", "scale", "window", "softcap")
+
+    is_causal: bool
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def build_inner_graph(
+        self,
+        q: TensorVariable,
+        k: TensorVariable,
+        v: TensorVariable,
+        g: TensorVariable,
+        *mask: TensorVariable,
+    ) -> list[TensorVariable]:
+        y = attend(q, k, v, *mask, **self._props_dict())
+        wrt = [x for x in (q, k, v, *mask) if x.type.dtype != "bool"]
+        return pt.grad(None, wrt, known_grads={y: g})
+
+
+def scaled_dot_product_attention(
+    q: TensorLike,
+    k: TensorLike,
+    v: TensorLike,
+    *,
+    mask: TensorLike | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> TensorVariable:
+    r"""Average values with weights from the products of queries and keys [1]_.
+
+    .. math:: \mathrm{softmax}(s \, q k^\top + m) \, v
+
+    Query heads share key and value heads in contiguous groups [2]_: with 4 and 2 heads, queries read
+    keys 0, 0, 1, 1. A query that may see no key gives 0, with zero gradient. A key that no query
+    of its batch row may see has no influence, whatever it holds.
+
+    Parameters
+    ----------
+    q : tensor of shape (..., n_head, n_queries, head_dim)
+        Queries.
+    k, v : tensors of shape (..., n_kv_head, n_keys, head_dim)
+        Keys and values; n_head is a multiple of n_kv_head, and both are static.
+    mask : tensor broadcastable to (..., n_head, n_queries, n_keys), optional
+        Boolean: true where a query may see a key. Floating: added to the scores, where -inf means
+        that the query may not see the key.
+    is_causal : bool
+        Whether a query sees no later key. The last query stands at the last key.
+    scale : float, optional
+        The factor s. Default is 1 / sqrt(head_dim).
+    window : int, optional
+        How many keys a query sees at the most, going back from its own.
+    softcap : float, optional
+        Bound c: scores become c tanh(scores / c) before the mask.
+
+    Returns
+    -------
+    tensor of shape (..., n_head, n_queries, head_dim)
+        In the dtype of q.
+
+    Raises
+    ------
+    ValueError
+        If head counts are not static or do not divide, or widths differ.
+
+    References
+    ----------
+    .. [1] Vaswani et al. (2017). Attention Is All You Need. arXiv:1706.03762.
+    .. [2] Ainslie et al. (2023). GQA. arXiv:2305.13245.
+    """
+    q, k, v = as_tensor(q), as_tensor(k), as_tensor(v)
+    _check_heads(q, k, v)
+    if window is not None and window < 1:
+        raise ValueError(
+            f"A window of {window} tokens hides every key, the query's own included. "
+            "Pass at least 1, or None for no window."
+        )
+    op = AttentionLayer(
+        is_causal=is_causal,
+        scale=_default_scale(q) if scale is None else float(scale),
+        window=window,
+        softcap=softcap,
+    )
+    masks = [] if mask is None else [as_tensor(mask)]
+    return op(q, k, v, *masks, name="attention_output")
+
+
+class CachedAttentionLayer(VariadicLayerOp):
+    """The op of :func:`cached_attention`: q, the new k and v, then the fields of the cache."""
+
+    __props__ = ("scale", "window", "softcap")
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    def build_inner_graph(
+        self,
+        q: TensorVariable,
+        k: TensorVariable,
+        v: TensorVariable,
+        cached_keys: TensorVariable,
+        cached_values: TensorVariable,
+        length: TensorVariable,
+        start: TensorVariable,
+    ) -> list[TensorVariable]:
+        old_k, old_v = cached_keys[:, :, :length], cached_values[:, :, :length]
+        old_slot = pt.arange(length)
+        new_slot = length + pt.arange(k.shape[-2])
+        parts = []
+        for keys, slots in ((old_k, old_slot), (k, new_slot)):
+            visible = (slots <= new_slot[:, None]) & (slots >= start[:, None, None])
+            if self.window is not None:
+                visible = visible & (new_slot[:, None] - slots < self.window)
+            scores = attention_scores(q, keys, scale=self.scale, softcap=self.softcap)
+            parts.append((scores, visible[:, None, None]))
+        weights = masked_softmax(
+            pt.concatenate([scores for scores, _ in parts], axis=-1),
+            pt.concatenate([visible for _, visible in parts], axis=-1),
+        )
+        mixed = (
+            weights[..., :length] @ _as_wide(old_v)[..., None, :, :]
+            + weights[..., length:] @ _as_wide(v)[..., None, :, :]
+        )
+        return [merge_groups(mixed).astype(q.type.dtype)]
+
+
+def cached_attention(
+    q: TensorVariable,
+    k: TensorVariable,
+    v: TensorVariable,
+    cache: KVCache,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> TensorVariable:
+    """Attend causally from new tokens to those in a cache and to one another.
+
+    The cache is only read: what it holds from ``cache.length`` on does not matter, and the caller
+    writes k and v into it.
+
+    Parameters
+    ----------
+    q : tensor of shape (batch, n_head, n_new, head_dim)
+        Queries of the new tokens.
+    k, v : tensors of shape (batch, n_kv_head, n_new, head_dim)
+        Their keys and values.
+    cache : KVCache
+        The tokens before.
+    scale, window, softcap
+        As for :func:`scaled_dot_product_attention`.
+
+    Returns
+    -------
+    tensor of shape (batch, n_head, n_new, head_dim)
+        In the dtype of q; 0 for a token that is padding.
+    """
+    _check_heads(q, k, v)
+    op = CachedAttentionLayer(
+        scale=_default_scale(q) if scale is None else float(scale), window=window, softcap=softcap
+    )
+    return op(q, k, v, *cache, name="attention_output")
+
+
+class MultiheadAttention(VariadicLayer):
+    r"""Multi-head attention with grouped queries and, if a table is given, rotary positions.
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of the layer.
+    n_embd : int
+        Width of the input and of the output.
+    n_head : int
+        Number of query heads.
+    n_kv_head : int, optional
+        Number of key and value heads. Default is ``n_head``.
+    kv_dim : int, optional
+        Width of what keys and values are made from, where that is not the input.
+    fused_qkv : bool
+        Whether queries, keys and values come from one weight.
+    bias : bool
+        Whether the projections have biases.
+    is_causal : bool
+        Whether a token sees no later one.
+    out_proj_initializer : Initializer, optional
+        Law of the output weight.
+    head_dim : int, optional
+        Width of a head. Default is ``n_embd // n_head``.
+    pairing : "half" or "adjacent"
+        How channels pair under rotation (:func:`~pytensor_ml.layers.positional.apply_rotary`).
+
+    Raises
+    ------
+    ValueError
+        If the head counts do not divide.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int | None = None,
+        kv_dim: int | None = None,
+        fused_qkv: bool = False,
+        bias: bool = True,
+        is_causal: bool = False,
+        out_proj_initializer: Initializer | None = None,
+        head_dim: int | None = None,
+        pairing: str = "half",
+    ):
+        self.name = resolve_layer_name(name, "MultiheadAttention")
+        n_kv_head = n_head if n_kv_head is None else n_kv_head
+        if head_dim is None and n_embd % n_head:
+            raise ValueError(
+                f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal width. "
+                "Change one of them, or pass head_dim."
+            )
+        _check_groups(n_head, n_kv_head)
+        if fused_qkv and kv_dim is not None:
+            raise ValueError(
+                f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one input. "
+                "Pass fused_qkv=False."
+            )
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.head_dim = n_embd // n_head if head_dim is None else head_dim
+        self.is_causal = is_causal
+        self.pairing = pairing
+        self.q_proj = self.k_proj = self.v_proj = self.qkv_proj = None
+        n_q, n_kv = n_head * self.head_dim, n_kv_head * self.head_dim
+        if fused_qkv:
+            self.qkv_proj = Linear(
+                f"{self.name}_qkv_proj", n_in=n_embd, n_out=n_q + 2 * n_kv, bias=bias
+            )
+        else:
+            kv_in = n_embd if kv_dim is None else kv_dim
+            self.q_proj = Linear(f"{self.name}_q_proj", n_in=n_embd, n_out=n_q, bias=bias)
+            self.k_proj = Linear(f"{self.name}_k_proj", n_in=kv_in, n_out=n_kv, bias=bias)
+            self.v_proj = Linear(f"{self.name}_v_proj", n_in=kv_in, n_out=n_kv, bias=bias)
+        self.out_proj = Linear(
+            f"{self.name}_out_proj",
+            n_in=n_q,
+            n_out=n_embd,
+            bias=bias,
+            weight_initializer=out_proj_initializer,
+        )
+
+    def __call__(
+        self,
+        x: TensorLike,
+        kv: TensorLike | None = None,
+        mask: TensorLike | None = None,
+        *,
+        rope: TensorLike | None = None,
+        cache: KVCache | None = None,
+    ) -> TensorVariable | tuple[TensorVariable, TensorVariable, TensorVariable]:
+        """Attend.
+
+        Parameters
+        ----------
+        x : tensor of shape (..., tokens, n_embd)
+            What queries, and without ``kv`` keys and values too, are made from.
+        kv : tensor of shape (..., keys, kv_dim), optional
+            What keys and values are made from.
+        mask : tensor broadcastable to (..., n_head, tokens, keys), optional
+            As for :func:`scaled_dot_product_attention`.
+        rope : tensor of shape (..., tokens, rotary_dim // 2, 2), optional
+            Rotary table that turns queries and keys.
+        cache : KVCache, optional
+            The tokens before; attention is then causal.
+
+        Returns
+        -------
+        y : tensor of shape (..., tokens, n_embd)
+        keys, values : tensors of shape (batch, n_kv_head, tokens, head_dim)
+            Only with ``cache``: what the caller writes into it.
+        """
+        q, k, v = self._project(as_tensor(x), kv)
+        if rope is not None:
+            q = apply_rotary(q, rope, pairing=self.pairing)
+            k = apply_rotary(k, rope, pairing=self.pairing)
+        if cache is None:
+            heads = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                is_causal=self.is_causal,
+            )
+        else:
+            heads = cached_attention(q, k, v, cache)
+        y = self.out_proj(_join_heads(heads))
+        y.name = f"{self.name}_output"
+        return y if cache is None else (y, k, v)
+
+    def _project(
+        self, x: TensorVariable, kv: TensorLike | None
+    ) -> tuple[TensorVariable, TensorVariable, TensorVariable]:
+        n_q, n_kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        if self.qkv_proj is not None:
+            if kv is not None:
+                raise ValueError(
+                    f"{self.name} has one weight for queries, keys and values, so it cannot make keys "
+                    "and values from another input. Build it with fused_qkv=False."
+                )
+            qkv = self.qkv_proj(x)
+            q, k, v = qkv[..., :n_q], qkv[..., n_q : n_q + n_kv], qkv[..., n_q + n_kv :]
+        else:
+            source = x if kv is None else as_tensor(kv)
+            q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        return (
+            _split_heads(q, self.n_head),
+            _split_heads(k, self.n_kv_head),
+            _split_heads(v, self.n_kv_head),
+        )
+
+
+class CausalSelfAttention(MultiheadAttention):
+    """:class:`MultiheadAttention` in which a token sees itself and the ones before."""
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int | None = None,
+        bias: bool = True,
+        out_proj_initializer: Initializer | None = None,
+    ):
+        super().__init__(
+            resolve_layer_name(name, "CausalSelfAttention"),
+            n_embd=n_embd,
+            n_head=n_head,
+            n_kv_head=n_kv_head,
+            bias=bias,
+            is_causal=True,
+            out_proj_initializer=out_proj_initializer,
+        )
+
+
+def attend(
+    q: TensorVariable,
+    k: TensorVariable,
+    v: TensorVariable,
+    mask: TensorVariable | None = None,
+    *,
+    is_causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> TensorVariable:
+    """Return the graph of :func:`scaled_dot_product_attention`."""
+    visible, bias = (None, None) if mask is None else split_mask(mask)
+    if is_causal or window is not None:
+        lag = _age(k)[None, :] - _age(q)[:, None]
+        near = lag >= 0 if is_causal else None
+        if window is not None:
+            near = lag < window if near is None else near & (lag < window)
+        visible = near if visible is None else visible & near
+    if mask is not None or window is not None:
+        k, v = _drop_unseen(k, v, visible)
+    scores = attention_scores(q, k, scale=scale, softcap=softcap)
+    n_head, n_kv_head = q.type.shape[-3], k.type.shape[-3]
+    if bias is not None:
+        scores = scores + _group_heads(bias, n_head, n_kv_head).astype(scores.type.dtype)
+    if visible is not None:
+        visible = _group_heads(visible, n_head, n_kv_head)
+    weights = masked_softmax(scores, visible)
+    return merge_groups(weights @ _as_wide(v)[..., None, :, :]).astype(q.type.dtype)
+
+
+def attention_scores(
+    q: TensorVariable, k: TensorVariable, *, scale: float, softcap: float | None
+) -> TensorVariable:
+    """Return the scaled products, of shape (..., n_kv_head, group, n_queries, n_keys)."""
+    q, k = _as_wide(q), _as_wide(k)
+    grouped = _group_heads(q * pt.constant(scale, dtype=q.type.dtype), q.type.shape[-3], k.type.shape[-3])
+    scores = grouped @ k.swapaxes(-1, -2)[..., None, :, :]
+    if softcap is not None:
+        bound = pt.constant(softcap, dtype=scores.type.dtype)
+        scores = bound * pt.tanh(scores / bound)
+    return scores
+
+
+def masked_softmax(scores: TensorVariable, visible: TensorVariable | None) -> TensorVariable:
+    """Softmax over the last axis where ``visible``; 0 elsewhere, also where a row sees nothing."""
+    if visible is not None:
+        scores = pt.where(visible, scores, pt.constant(-math.inf, dtype=scores.type.dtype))
+    # The shift cancels, so it carries no gradient; a row that sees nothing has no maximum.
+    shift = disconnected_grad(pt.max(scores, axis=-1, keepdims=True))
+    if visible is not None:
+        shift = pt.where(pt.isinf(shift), pt.zeros_like(shift), shift)
+    weights = pt.exp(scores - shift)
+    if visible is not None:
+        # Without this a hidden score would get the gradient 0 * inf.
+        weights = pt.where(visible, weights, pt.zeros_like(weights))
+    total = pt.sum(weights, axis=-1, keepdims=True, acc_dtype=weights.type.dtype)
+    if visible is not None:
+        total = pt.where(pt.eq(total, 0), pt.ones_like(total), total)
+    return weights / total
+
+
+def split_mask(mask: TensorVariable) -> tuple[TensorVariable, TensorVariable | None]:
+    """Return where a mask lets a query see a key, and what it adds to the scores."""
+    if mask.type.dtype == "bool":
+        return mask, None
+    visible = mask > pt.constant(-math.inf, dtype=mask.type.dtype)
+    return visible, pt.where(visible, mask, pt.zeros_like(mask))
+
+
+def merge_groups(x: TensorVariable) -> TensorVariable:
+    """Undo the grouping of heads: (..., n_kv_head, group, n, d) to (..., n_head, n, d)."""
+    return pt.join_dims(x, start_axis=x.type.ndim - 4, n_axes=2)
+
+
+def _group_heads(x: TensorVariable, n_head: int, n_kv_head: int) -> TensorVariable:
+    """Split the head axis of x, if it has one, into (n_kv_head, group)."""
+    if x.type.ndim < 3:
+        return x
+    if x.type.shape[-3] == 1:
+        return x[..., None, :, :]
+    if x.type.shape[-3] != n_head:
+        raise ValueError(
+            f"A mask of shape {x.type.shape} has {x.type.shape[-3]} where the head axis of attention "
+            f"with {n_head} heads belongs, so it cannot be matched to heads. Give that axis the "
+            f"static length 1 or {n_head}."
+        )
+    return pt.split_dims(x, shape=(n_kv_head, n_head // n_kv_head), axis=x.type.ndim - 3)
+
+
+def _age(x: TensorVariable) -> TensorVariable:
+    """Return how many tokens come after each token of ``x``, whose token axis is the last but one."""
+    if x.type.shape[-2] is not None:
+        return pt.constant(range(x.type.shape[-2] - 1, -1, -1), dtype="int32")
+    # Not arange: its runtime length does not lower on every backend.
+    one_a_token = pt.ones_like(x[..., 0], dtype="int32")
+    for _ in range(x.type.ndim - 2):
+        one_a_token = pt.max(one_a_token, axis=0)
+    return pt.cumsum(one_a_token[::-1])[::-1] - pt.constant(1, dtype="int32")
+
+
+def _drop_unseen(
+    k: TensorVariable, v: TensorVariable, visible: TensorVariable
+) -> tuple[TensorVariable, TensorVariable]:
+    """Replace keys and values that no query of their batch row may see by 0."""
+    over_queries_and_heads = (-2, -3) if visible.type.ndim > 2 else -2
+    seen = pt.any(visible, axis=over_queries_and_heads)
+    seen = seen[:, None, :, None] if seen.type.ndim > 1 else seen[:, None]
+    return pt.where(seen, k, pt.zeros_like(k)), pt.where(seen, v, pt.zeros_like(v))
+
+
+def _as_wide(x: TensorVariable) -> TensorVariable:
+    """Widen float16, whose products and sums overflow and round too early."""
+    return x.astype("float32") if x.type.dtype == "float16" else x
+
+
+def _default_scale(q: TensorVariable) -> float:
+    if q.type.shape[-1] is None:
+        raise ValueError(
+            f"The scale 1 / sqrt(head_dim) is unknown for queries of shape {q.type.shape}. "
+            "Give the last axis a static length, or pass scale."
+        )
+    return 1 / math.sqrt(q.type.shape[-1])
+
+
+def _check_groups(n_head: int, n_kv_head: int) -> None:
+    if n_kv_head < 1 or n_head % n_kv_head:
+        raise ValueError(
+            f"{n_head} query heads cannot share {n_kv_head} key and value heads evenly. "
+            "Pass a number of query heads that is a multiple."
+        )
+
+
+def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.type.ndim < 3 or x.type.shape[-3] is None:
+            raise ValueError(
+                f"Attention needs {name} of shape (..., heads, tokens, head_dim) with a static number "
+                f"of heads, got {x.type.shape}. Use specify_shape where the count is not known."
+            )
+    _check_groups(q.type.shape[-3], k.type.shape[-3])
+    if k.type.shape[-3] != v.type.shape[-3]:
+        raise ValueError(
+            f"k has {k.type.shape[-3]} heads and v has {v.type.shape[-3]}, so they cannot be paired. "
+            "Pass as many of each."
+        )
+    if None not in (widths := (q.type.shape[-1], k.type.shape[-1])) and widths[0] != widths[1]:
+        raise ValueError(
+            f"q has heads of width {widths[0]} and k of width {widths[1]}, so they have no product. "
+            "Pass equal widths."
+        )
+
+
+def _split_heads(x: TensorVariable, n_head: int) -> TensorVariable:
+    """Turn (..., tokens, n_head * head_dim) into (..., n_head, tokens, head_dim)."""
+    x = pt.split_dims(x, shape=(n_head, x.type.shape[-1] // n_head), axis=x.type.ndim - 1)
+    return x.swapaxes(-2, -3)
+
+
+def _join_heads(x: TensorVariable) -> TensorVariable:
+    """Turn (..., n_head, tokens, head_dim) into (..., tokens, n_head * head_dim)."""
+    return pt.join_dims(x.swapaxes(-2, -3), start_axis=x.type.ndim - 2, n_axes=2)
