@@ -37,6 +37,10 @@ class LayerOp(SymbolicOp):
 
     __props__: ClassVar[tuple[str, ...]] = ()
 
+    def for_prediction(self, inputs: list[Variable]) -> list[Variable] | None:
+        """Return what stands in for the outputs outside of training, or None to keep the op."""
+        return None
+
 
 class VariadicLayerOp(LayerOp):
     """A :class:`LayerOp` with exactly one output."""

@@ -9,6 +9,7 @@ from pytensor.gradient import disconnected_grad
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
+import pytensor_ml.dispatch  # noqa: F401  (its rewrites put in the kernels)
 from pytensor_ml.base import LayerOp, VariadicLayer, VariadicLayerOp, resolve_layer_name, zero_grad_of
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.positional import apply_rotary
@@ -175,25 +176,16 @@ class CachedAttentionLayer(VariadicLayerOp):
         length: TensorVariable,
         start: TensorVariable,
     ) -> list[TensorVariable]:
-        old_k, old_v = cached_keys[:, :, :length], cached_values[:, :, :length]
-        old_slot = pt.arange(length)
-        new_slot = length + pt.arange(k.shape[-2])
-        parts = []
-        for keys, slots in ((old_k, old_slot), (k, new_slot)):
-            visible = (slots <= new_slot[:, None]) & (slots >= start[:, None, None])
-            if self.window is not None:
-                visible = visible & (new_slot[:, None] - slots < self.window)
-            scores = attention_scores(q, keys, scale=self.scale, softcap=self.softcap)
-            parts.append((scores, visible[:, None, None]))
-        weights = masked_softmax(
-            pt.concatenate([scores for scores, _ in parts], axis=-1),
-            pt.concatenate([visible for _, visible in parts], axis=-1),
-        )
-        mixed = (
-            weights[..., :length] @ _as_wide(old_v)[..., None, :, :]
-            + weights[..., length:] @ _as_wide(v)[..., None, :, :]
-        )
-        return [merge_groups(mixed).astype(q.type.dtype)]
+        keys = pt.concatenate([cached_keys[:, :, :length], k], axis=2)
+        values = pt.concatenate([cached_values[:, :, :length], v], axis=2)
+        slot = pt.arange(keys.shape[2])
+        query_slot = slot[length:, None]
+        visible = (slot <= query_slot) & (slot >= start[:, None, None])
+        if self.window is not None:
+            visible = visible & (query_slot - slot < self.window)
+        scores = attention_scores(q, keys, scale=self.scale, softcap=self.softcap)
+        weights = masked_softmax(scores, visible[:, None, None])
+        return [merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)]
 
 
 def cached_attention(
@@ -521,7 +513,7 @@ def _drop_unseen(
     """Replace keys and values that no query of their batch row may see by 0."""
     over_queries_and_heads = (-2, -3) if visible.type.ndim > 2 else -2
     seen = pt.any(visible, axis=over_queries_and_heads)
-    seen = seen[:, None, :, None] if seen.type.ndim > 1 else seen[:, None]
+    seen = seen[..., None, :, None]
     return pt.where(seen, k, pt.zeros_like(k)), pt.where(seen, v, pt.zeros_like(v))
 
 

@@ -22,6 +22,9 @@ class DropoutLayer(UnaryLayerOp):
     def build_inner_graph(self, X: TensorVariable, mask: TensorVariable) -> list[TensorVariable]:
         return [X * mask * pt.constant(1 / (1 - self.p), dtype=X.type.dtype)]
 
+    def for_prediction(self, inputs: list[Variable]) -> list[Variable]:
+        return inputs[:1]
+
 
 class Dropout(Layer):
     r"""Zero each element with probability p and scale the others by 1 / (1 - p) [1]_.

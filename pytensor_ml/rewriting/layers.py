@@ -4,14 +4,13 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.rewriting.basic import dfs_rewriter, node_rewriter
 
-from pytensor_ml.base import BlockOp
-from pytensor_ml.layers.dropout import DropoutLayer
+from pytensor_ml.base import BlockOp, LayerOp
 
 
-@node_rewriter([DropoutLayer])
-def remove_dropout(fgraph: FunctionGraph, node: Apply) -> list[Variable]:
-    """Replace dropout by its input."""
-    return [node.inputs[0]]
+@node_rewriter([LayerOp])
+def specialize_layer(fgraph: FunctionGraph, node: Apply) -> list[Variable] | None:
+    """Replace an op that acts otherwise in training."""
+    return node.op.for_prediction(list(node.inputs))
 
 
 @node_rewriter([BlockOp])
@@ -19,9 +18,8 @@ def specialize_block(fgraph: FunctionGraph, node: Apply) -> list[Variable] | Non
     """Specialize a block's inner graph and drop the inputs that this leaves without use."""
     op = node.op
     inner = op.fgraph.unfreeze()
-    n_nodes = len(inner.apply_nodes)
     prediction_rewrites.rewrite(inner)
-    if len(inner.apply_nodes) == n_nodes:
+    if inner.freeze() == op.fgraph:
         return None
     kept = [i for i, v in enumerate(inner.inputs) if inner.clients[v]]
     specialized = BlockOp(
@@ -33,4 +31,4 @@ def specialize_block(fgraph: FunctionGraph, node: Apply) -> list[Variable] | Non
     return specialized(*(node.inputs[i] for i in kept), return_list=True)
 
 
-prediction_rewrites = dfs_rewriter(remove_dropout, specialize_block)
+prediction_rewrites = dfs_rewriter(specialize_layer, specialize_block)

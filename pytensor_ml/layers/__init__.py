@@ -1,0 +1,52 @@
+"""Layers: Python objects that own parameters and add symbolic ops to a graph."""
+
+from pytensor_ml.layers.attention import (
+    CausalSelfAttention,
+    KVCache,
+    MultiheadAttention,
+    cached_attention,
+    scaled_dot_product_attention,
+)
+from pytensor_ml.layers.combinators import (
+    Concatenate,
+    Flatten,
+    Input,
+    Sequential,
+    Squeeze,
+    call_as_block,
+)
+from pytensor_ml.layers.dropout import Dropout
+from pytensor_ml.layers.embedding import Embedding
+from pytensor_ml.layers.feedforward import FeedForward, GatedFeedForward
+from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
+from pytensor_ml.layers.positional import RotaryEmbedding, apply_rotary, rotary_table
+from pytensor_ml.layers.transformer import DecoderBlock, TransformerBlock, TransformerStack
+
+__all__ = [
+    "CausalSelfAttention",
+    "Concatenate",
+    "DecoderBlock",
+    "Dropout",
+    "Embedding",
+    "FeedForward",
+    "Flatten",
+    "GatedFeedForward",
+    "Input",
+    "KVCache",
+    "LayerNorm",
+    "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "Sequential",
+    "Squeeze",
+    "TransformerBlock",
+    "TransformerStack",
+    "ZeroCenteredRMSNorm",
+    "apply_rotary",
+    "cached_attention",
+    "call_as_block",
+    "rotary_table",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,69 @@
+"""Whole models, and loading published ones."""
+
+from pathlib import Path
+
+from pytensor.configdefaults import config
+
+import pytensor_ml.models.architectures as architectures
+from pytensor_ml.models.causal_lm import CausalLM
+from pytensor_ml.models.loading import (
+    GGUFCheckpoint,
+    KeyMap,
+    SafetensorsCheckpoint,
+    Tokenizer,
+    architecture_name,
+    bind_layer_norm,
+    bind_linear,
+    build_from_config,
+    build_model,
+    open_checkpoint,
+    register_builder,
+)
+from pytensor_ml.state import EmptyInitializer, initial_values_from
+
+__all__ = [
+    "CausalLM",
+    "GGUFCheckpoint",
+    "KeyMap",
+    "SafetensorsCheckpoint",
+    "Tokenizer",
+    "architecture_name",
+    "architectures",
+    "bind_layer_norm",
+    "bind_linear",
+    "build_from_config",
+    "load_causal_lm",
+    "open_checkpoint",
+    "register_builder",
+]
+
+
+def load_causal_lm(path: str | Path) -> CausalLM:
+    """Load a language model from a file or folder, in float32 whatever floatX is.
+
+    Parameters
+    ----------
+    path : str or Path
+        A GGUF file, or a folder with ``config.json`` and safetensors.
+
+    Returns
+    -------
+    CausalLM
+        The model, its parameters filled.
+
+    Raises
+    ------
+    ValueError
+        If the architecture is not supported, a tensor is missing or has another shape, or the file
+        holds tensors that the model has no place for.
+    """
+    checkpoint = open_checkpoint(path)
+    with config.change_flags(floatX="float32"), initial_values_from(EmptyInitializer()):
+        model, keys = build_model(checkpoint.config)
+    surplus = keys.load(checkpoint)
+    if surplus:
+        raise ValueError(
+            f"{path} holds tensors that the model has no place for, so its output would be wrong: "
+            f"{', '.join(surplus)}. The file is of a variant that is not supported."
+        )
+    return model

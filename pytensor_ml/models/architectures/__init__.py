@@ -1,0 +1,5 @@
+"""Builders of published architectures, one file a family."""
+
+from pytensor_ml.models.architectures.llama import build_llama
+
+__all__ = ["build_llama"]

@@ -1,0 +1,105 @@
+"""A decoder-only language model, whatever its family."""
+
+from collections.abc import Sequence
+
+import pytensor.tensor as pt
+from pytensor.tensor import TensorLike, as_tensor
+from pytensor.tensor.variable import TensorVariable
+
+from pytensor_ml.base import Layer, VariadicLayer, resolve_layer_name
+from pytensor_ml.layers.attention import KVCache
+from pytensor_ml.layers.embedding import Embedding
+from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.transformer import TransformerStack
+
+
+class CausalLM(VariadicLayer):
+    r"""Token ids to the logits of the token after each.
+
+    .. math:: \mathrm{logits} = \mathrm{head}(\mathrm{norm}(\mathrm{stack}(\mathrm{embedding}(ids))))
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of the model.
+    embedding : Embedding
+        Table of the vocabulary.
+    stack : TransformerStack
+        Blocks with causal attention.
+    norm : Layer
+        Acts on the last block's output.
+    head : Linear, optional
+        Output head. Default is the embedding's table, transposed.
+    max_positions : int
+        Largest number of tokens that the model was made for.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        embedding: Embedding,
+        stack: TransformerStack,
+        norm: Layer,
+        head: Linear | None = None,
+        max_positions: int,
+    ):
+        self.name = resolve_layer_name(name, "CausalLM")
+        self.embedding = embedding
+        self.stack = stack
+        self.norm = norm
+        self.head = head
+        self.max_positions = max_positions
+
+    def __call__(self, ids: TensorLike, valid: TensorLike | None = None) -> TensorVariable:
+        """Score the next token at every position.
+
+        Parameters
+        ----------
+        ids : integer tensor of shape (batch, tokens)
+            Token ids.
+        valid : boolean tensor of shape (batch, tokens), optional
+            False where a token is padding: it is not seen, and positions do not count it.
+
+        Returns
+        -------
+        tensor of shape (batch, tokens, vocabulary)
+            Logits; those at padding mean nothing.
+        """
+        ids = as_tensor(ids)
+        counted = pt.ones_like(ids) if valid is None else as_tensor(valid).astype("int64")
+        positions = pt.cumsum(counted, axis=-1) - 1
+        mask = None if valid is None else as_tensor(valid)[:, None, None, :]
+        hidden, _ = self.stack(self.embedding(ids), positions, mask)
+        return self._logits(hidden)
+
+    def extend(
+        self, ids: TensorLike, caches: Sequence[KVCache]
+    ) -> tuple[TensorVariable, list[tuple[TensorVariable, TensorVariable]]]:
+        """Score the token after new ones that follow those in the caches.
+
+        Parameters
+        ----------
+        ids : integer tensor of shape (batch, tokens)
+            New token ids.
+        caches : sequence of KVCache
+            One a block, all of the same length and start.
+
+        Returns
+        -------
+        logits : tensor of shape (batch, vocabulary)
+            Logits at the last of the new tokens.
+        new : list of (keys, values)
+            For each block what the caller writes into its cache.
+        """
+        ids = as_tensor(ids)
+        _, _, length, start = caches[0]
+        positions = pt.cumsum(pt.ones_like(ids), axis=-1) - 1 + length - start[:, None]
+        hidden, new = self.stack.extend(self.embedding(ids), positions, caches)
+        return self._logits(hidden[:, -1]), new
+
+    def _logits(self, hidden: TensorVariable) -> TensorVariable:
+        score = self.embedding.head if self.head is None else self.head
+        logits = score(self.norm(hidden))
+        logits.name = "logits"
+        return logits
