@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytensor.tensor as pt
 from pytensor.gradient import disconnected_grad
+from pytensor.graph.basic import Apply
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
@@ -50,6 +51,9 @@ class AttentionLayer(VariadicLayerOp):
     ) -> list[TensorVariable]:
         return [attend(q, k, v, *mask, **self._props_dict())]
 
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(*shapes[0][:-1], shapes[2][-1])]
+
     def pullback(
         self,
         inputs: Sequence[TensorVariable],
@@ -86,6 +90,10 @@ class AttentionPullback(LayerOp):
         y = attend(q, k, v, *mask, **self._props_dict())
         wrt = [x for x in (q, k, v, *mask) if x.type.dtype != "bool"]
         return pt.grad(None, wrt, known_grads={y: g})
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        q, k, v, _, *mask = shapes
+        return [q, k, v, *mask][: len(node.outputs)]
 
 
 def scaled_dot_product_attention(
@@ -186,6 +194,9 @@ class CachedAttentionLayer(VariadicLayerOp):
         scores = attention_scores(q, keys, scale=self.scale, softcap=self.softcap)
         weights = masked_softmax(scores, visible[:, None, None])
         return [merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(*shapes[0][:-1], shapes[2][-1])]
 
 
 def cached_attention(

