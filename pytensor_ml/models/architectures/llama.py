@@ -60,24 +60,27 @@ def build_llama(config: dict[str, Any], keys: KeyMap) -> CausalLM:
         feed_forward = GatedFeedForward(
             f"{name}_mlp", d_model=width, hidden_dim=config["intermediate_size"]
         )
-        block = DecoderBlock(
-            name,
-            attention=attention,
-            feed_forward=feed_forward,
-            attention_norm=norm(f"{name}_input_layernorm"),
-            feed_forward_norm=norm(f"{name}_post_attention_layernorm"),
-        )
+        attention_norm = norm(f"{name}_input_layernorm")
+        feed_forward_norm = norm(f"{name}_post_attention_layernorm")
         with keys.scope("model", "layers", str(i)):
-            bind_norm(keys, block.attention_norm, "input_layernorm")
+            bind_norm(keys, attention_norm, "input_layernorm")
             bind_linear(keys, attention.q_proj, "self_attn", "q_proj")
             bind_linear(keys, attention.k_proj, "self_attn", "k_proj")
             bind_linear(keys, attention.v_proj, "self_attn", "v_proj")
             bind_linear(keys, attention.out_proj, "self_attn", "o_proj")
-            bind_norm(keys, block.feed_forward_norm, "post_attention_layernorm")
+            bind_norm(keys, feed_forward_norm, "post_attention_layernorm")
             bind_linear(keys, feed_forward.gate, "mlp", "gate_proj")
             bind_linear(keys, feed_forward.up, "mlp", "up_proj")
             bind_linear(keys, feed_forward.down, "mlp", "down_proj")
-        blocks.append(block)
+        blocks.append(
+            DecoderBlock(
+                name,
+                attention=attention,
+                feed_forward=feed_forward,
+                attention_norm=attention_norm,
+                feed_forward_norm=feed_forward_norm,
+            )
+        )
     final_norm = norm("norm")
     bind_norm(keys, final_norm, "model", "norm")
     if config.get("tie_word_embeddings", False):

@@ -1,0 +1,255 @@
+"""Reading safetensors files, one or sharded, with the ``config.json`` beside them."""
+
+import json
+import os
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pytensor_ml.models.loading.keys import Checkpoint
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+# The format's names; bfloat16, which numpy has not, is widened from its words.
+_DTYPES = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+# The limit that the safetensors library sets as well.
+_LONGEST_HEADER = 100_000_000
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """The tensors of a safetensors file, or of a folder with one file or an index of shards.
+
+    Everything but the values is read and checked at once; values are views of the mapped files.
+
+    Parameters
+    ----------
+    folder_or_file : path
+        Folder with ``model.safetensors`` or ``model.safetensors.index.json``, or one file.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file, or a shard is missing.
+    ValueError
+        If a file is not in the safetensors format or contradicts the index.
+    """
+
+    def __init__(self, folder_or_file: str | Path) -> None:
+        path = Path(folder_or_file)
+        self.name = str(path)
+        self._folder = path if path.is_dir() else path.parent
+        self._entries = _read_folder(path) if path.is_dir() else read_header(path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return read_json(self._folder / CONFIG)
+
+    def keys(self) -> set[str]:
+        return set(self._entries)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return self._entries[key].shape
+
+    def dtype(self, key: str) -> np.dtype:
+        entry = self._entries[key]
+        return np.dtype("float32" if entry.dtype == "BF16" else _DTYPES[entry.dtype])
+
+    def read(self, key: str) -> np.ndarray:
+        entry = self._entries[key]
+        array = np.memmap(
+            entry.path, _DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
+        )
+        return widen_bfloat16(array) if entry.dtype == "BF16" else np.asarray(array)
+
+
+def widen_bfloat16(words: np.ndarray) -> np.ndarray:
+    """Return the float32 array whose upper halves are the 16-bit ``words``."""
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: ``shape`` numbers of the format's ``dtype`` from byte ``offset`` on."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return the tensors of one file by name, after checking that each lies within it."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist, so there are no weights to load. Pass a safetensors file or a "
+            "folder that holds one."
+        )
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError(
+                f"{path} is not a safetensors file or is cut short: it has {size} bytes, and its "
+                f"first ones ({start!r}) announce a header of {length}. Pickles are not read: "
+                "convert the weights to safetensors, or fetch the file again."
+            )
+        text = file.read(length)
+    header = _parse_json(text, path)
+    header.pop("__metadata__", None)
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, first, last, entry in sorted(
+        (_parse_entry(path, name, value, 8 + length) for name, value in header.items()),
+        key=lambda found: found[1:3],
+    ):
+        if last > size - 8 - length:
+            raise ValueError(
+                f"{path} is cut short: {name} takes bytes {first} to {last} of the data, which has "
+                f"{size - 8 - length}. Fetch the file again."
+            )
+        if first != end:
+            problem = "overlaps the tensor before it" if first < end else "leaves a hole before it"
+            raise ValueError(
+                f"{path} is damaged: {name} starts at byte {first} of the data and the tensor "
+                f"before it ends at {end}, so it {problem}. Fetch or write the file again."
+            )
+        end = last
+        entries[name] = entry
+    if end != size - 8 - length:
+        raise ValueError(
+            f"{path} is damaged: its tensors end at byte {end} of the data, which has "
+            f"{size - 8 - length}. Fetch or write the file again."
+        )
+    return entries
+
+
+def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, int, int, Entry]:
+    try:
+        dtype, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: the entry of {name}, {value!r}, has no dtype, shape and two "
+            "data_offsets. Fetch or write the file again."
+        ) from error
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(
+            f"{path} holds {name} as {dtype!r}, which is not read here. Convert it to one of "
+            f"{', '.join(_DTYPES)}."
+        )
+    numbers = [*shape, first, last] if isinstance(shape, list) else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(
+            f"{path} is damaged: {name} has shape {shape} and data_offsets {[first, last]}, where "
+            "only whole numbers from 0 on make sense. Fetch or write the file again."
+        )
+    needed = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    if last - first != needed:
+        raise ValueError(
+            f"{path} is damaged: {name} of shape {tuple(shape)} and dtype {dtype} takes {needed} "
+            f"bytes, but its data_offsets {[first, last]} hold {last - first}. Fetch or write the "
+            "file again."
+        )
+    return name, first, last, Entry(path, dtype, tuple(shape), start + first)
+
+
+def _read_folder(folder: Path) -> dict[str, Entry]:
+    if not (folder / INDEX).is_file():
+        if not (folder / WEIGHTS).is_file():
+            found = sorted(file.name for file in folder.glob("*.safetensors"))
+            raise FileNotFoundError(
+                f"{folder} has neither {WEIGHTS} nor {INDEX} (it has these safetensors files: "
+                f"{', '.join(found) or 'none'}), so there are no weights to load. Pass one of the "
+                "files, or add the index of the shards."
+            )
+        return read_header(folder / WEIGHTS)
+    index = folder / INDEX
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(v, str) for v in shard_of.values()):
+        raise ValueError(
+            f"{index} has no `weight_map` from tensor to file name. Fetch or write the index again."
+        )
+    shards = {name: folder / name for name in sorted(set(shard_of.values()))}
+    for name, path in shards.items():
+        if not _is_inside(path, folder):
+            raise ValueError(
+                f"{index} names the file {name!r}, which lies outside the folder (at "
+                f"{os.path.realpath(path)}), so that a model could read any file. "
+                "Put the shards into the folder and name them without a path."
+            )
+    absent = [name for name, path in shards.items() if not path.is_file()]
+    if absent:
+        raise FileNotFoundError(
+            f"{index} names shards that do not exist: {', '.join(absent)}. Fetch them too."
+        )
+    entries: dict[str, Entry] = {}
+    for name, path in shards.items():
+        held = read_header(path)
+        listed = {key for key, shard in shard_of.items() if shard == name}
+        for key in sorted(listed ^ held.keys()):
+            problem = "does not hold" if key in listed else "holds, unlike the index,"
+            raise ValueError(
+                f"{index} and its shards do not belong together: {name} {problem} {key}. Fetch the "
+                "index and the shards of one model."
+            )
+        entries |= held
+    return entries
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    # The Hugging Face cache keeps a model as snapshots/<revision>/ with links to ../../blobs/.
+    folder = Path(os.path.realpath(folder))
+    homes = [folder]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.parent.parent / "blobs")
+    return any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object that a file holds."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist, so what the tensors belong to is unknown. Put it beside them."
+        )
+    return _parse_json(path.read_bytes(), path)
+
+
+def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} does not hold valid JSON where it should: {error}. Fetch or write it again."
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(
+            f"{path} holds a JSON {type(parsed).__name__} where an object belongs. Fetch or write "
+            "it again."
+        )
+    return parsed
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return result
