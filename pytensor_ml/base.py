@@ -1,6 +1,7 @@
 """The classes every layer and every symbolic op of the package derives from."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import pytensor.tensor as pt
@@ -33,9 +34,12 @@ class VariadicLayer(ABC):
 
 
 class LayerOp(SymbolicOp):
-    """A symbolic op defined by ``__props__`` and ``build_inner_graph``, with any number of outputs."""
+    """A symbolic op made of ``__props__`` and ``build_inner_graph``, with any number of outputs."""
 
     __props__: ClassVar[tuple[str, ...]] = ()
+
+    # PyTensor's metaclass gives it to every class that has ``__props__``.
+    _props_dict: Callable[[], dict[str, Any]]
 
     def for_prediction(self, inputs: list[Variable]) -> list[Variable] | None:
         """Return what stands in for the outputs outside of training, or None to keep the op."""
@@ -112,6 +116,6 @@ def resolve_layer_name(name: object, default: str) -> str:
     return name
 
 
-def zero_grad_of(x: TensorVariable) -> TensorVariable:
+def zero_grad_of(x: Variable) -> TensorVariable:
     """Return the gradient by an input that is not differentiable, such as a mask."""
     return pt.zeros_like(x, dtype=config.floatX)

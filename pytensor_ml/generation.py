@@ -7,7 +7,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.compile.mode import Mode
 from pytensor.compile.sharedvalue import shared
-from pytensor.tensor.variable import TensorVariable
+from pytensor.graph.basic import Variable
 
 from pytensor_ml.base import VariadicLayerOp
 from pytensor_ml.layers.attention import KVCache
@@ -21,9 +21,8 @@ class CacheWrite(VariadicLayerOp):
 
     __props__ = ()
 
-    def build_inner_graph(
-        self, cache: TensorVariable, new: TensorVariable, slot: TensorVariable
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        cache, new, slot = inputs
         return [pt.set_subtensor(cache[:, :, slot : slot + new.shape[2]], new)]
 
 
@@ -151,8 +150,8 @@ class Decoder:
         if self.length + ids.shape[1] > self.capacity:
             raise ValueError(
                 f"{ids.shape[1]} tokens after {self.length} do not fit into a context of "
-                f"{self.capacity} tokens. Shorten the prompt, or build the decoder with more capacity "
-                "if the model was made for it."
+                f"{self.capacity} tokens. Shorten the prompt, or build the decoder with more "
+                "capacity if the model was made for it."
             )
         logits = np.asarray(self._step(ids, np.array(self.length), self._start))
         self.length += ids.shape[1]
@@ -201,16 +200,17 @@ def generate(
     longest = max((len(prompt) for prompt in prompts), default=0)
     if longest + max_new_tokens > decoder.capacity:
         raise ValueError(
-            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit into a context of "
-            f"{decoder.capacity} tokens. Shorten the prompt or ask for fewer."
+            f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit into a context "
+            f"of {decoder.capacity} tokens. Shorten the prompt or ask for fewer."
         )
 
     def tokens() -> Iterator[np.ndarray]:
         ended = np.zeros(decoder.batch_size, bool)
+        token = np.zeros(decoder.batch_size, "int64")
         logits = decoder.begin(prompts)
         for i in range(max_new_tokens):
             drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, rng=rng)
-            token = drawn if i == 0 else np.where(ended, token, drawn)
+            token = np.where(ended, token, drawn)
             ended |= np.isin(token, list(eos_ids))
             yield token
             if ended.all() or i == max_new_tokens - 1:

@@ -96,13 +96,11 @@ def trainable_parameter(
     default: "Initializer | None" = None,
     layer_name: str | None = None,
 ) -> TrainableParameter:
-    """Create a trainable parameter of dtype floatX, drawn by ``initializer`` or else by ``default``."""
+    """Create a trainable parameter of dtype floatX, drawn by ``initializer`` or by ``default``."""
     chosen = default if initializer is None else initializer
     if chosen is None:
         raise ValueError(
-            f"Parameter {name} has neither an initializer nor a default, so it would have no value. "
-            "Pass one of the initializers in pytensor_ml.state."
+            f"Parameter {name} has neither an initializer nor a default, so it would have no "
+            "value. Pass one of the initializers in pytensor_ml.state."
         )
-    return trainable(
-        chosen.initial_value(shape), name, initializer=chosen, layer_name=layer_name
-    )
+    return trainable(chosen.initial_value(shape), name, initializer=chosen, layer_name=layer_name)

@@ -1,4 +1,4 @@
-"""The suite runs on one backend: ``pytest --backend c|numba|jax|mlx [--floatX float32|float64]``."""
+"""The suite runs on one backend: ``--backend c|numba|jax|mlx``, ``--floatX float32|float64``."""
 
 import os
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytensor
 from rich.console import Console
 
-pytensor.config.floatX = "float32"
-
 from pytensor_ml.generation import Decoder, generate
 from pytensor_ml.models import Tokenizer, load_causal_lm
 from pytensor_ml.pytensorf import BACKENDS, backend_mode
@@ -100,6 +98,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    pytensor.config.floatX = "float32"
     # The linker's advice about BLAS is repeated in the README.
     warnings.filterwarnings("ignore", message="PyTensor could not link to a BLAS")
     try:

@@ -5,13 +5,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytensor.tensor as pt
-from pytensor.gradient import disconnected_grad
-from pytensor.graph.basic import Apply
+from pytensor.gradient import disconnected_grad, grad
+from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 import pytensor_ml.dispatch  # noqa: F401  (its rewrites put in the kernels)
-from pytensor_ml.base import LayerOp, VariadicLayer, VariadicLayerOp, resolve_layer_name, zero_grad_of
+from pytensor_ml.base import (
+    LayerOp,
+    VariadicLayer,
+    VariadicLayerOp,
+    resolve_layer_name,
+    zero_grad_of,
+)
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.positional import apply_rotary
 from pytensor_ml.state import Initializer
@@ -46,9 +52,8 @@ class AttentionLayer(VariadicLayerOp):
     window: int | None
     softcap: float | None
 
-    def build_inner_graph(
-        self, q: TensorVariable, k: TensorVariable, v: TensorVariable, *mask: TensorVariable
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        q, k, v, *mask = inputs
         return [attend(q, k, v, *mask, **self._props_dict())]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -56,10 +61,10 @@ class AttentionLayer(VariadicLayerOp):
 
     def pullback(
         self,
-        inputs: Sequence[TensorVariable],
-        outputs: Sequence[TensorVariable],
-        output_grads: Sequence[TensorVariable],
-    ) -> list[TensorVariable]:
+        inputs: Sequence[Variable],
+        outputs: Sequence[Variable],
+        output_grads: Sequence[Variable],
+    ) -> list[Variable]:
         q, k, v, *mask = inputs
         op = AttentionPullback(**self._props_dict())
         gradients = op(q, k, v, output_grads[0], *mask)
@@ -79,17 +84,12 @@ class AttentionPullback(LayerOp):
     window: int | None
     softcap: float | None
 
-    def build_inner_graph(
-        self,
-        q: TensorVariable,
-        k: TensorVariable,
-        v: TensorVariable,
-        g: TensorVariable,
-        *mask: TensorVariable,
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        q, k, v, g, *mask = inputs
         y = attend(q, k, v, *mask, **self._props_dict())
         wrt = [x for x in (q, k, v, *mask) if x.type.dtype != "bool"]
-        return pt.grad(None, wrt, known_grads={y: g})
+        gradients: Any = grad(None, wrt, known_grads={y: g})
+        return gradients
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
         q, k, v, _, *mask = shapes
@@ -111,9 +111,9 @@ def scaled_dot_product_attention(
 
     .. math:: \mathrm{softmax}(s \, q k^\top + m) \, v
 
-    Query heads share key and value heads in contiguous groups [2]_: with 4 and 2 heads, queries read
-    keys 0, 0, 1, 1. A query that may see no key gives 0, with zero gradient. A key that no query
-    of its batch row may see has no influence, whatever it holds.
+    Query heads share key and value heads in contiguous groups [2]_: with 4 and 2 heads, queries
+    read keys 0, 0, 1, 1. A query that may see no key gives 0, with zero gradient. A key that no
+    query of its batch row may see has no influence, whatever it holds.
 
     Parameters
     ----------
@@ -174,16 +174,8 @@ class CachedAttentionLayer(VariadicLayerOp):
     window: int | None
     softcap: float | None
 
-    def build_inner_graph(
-        self,
-        q: TensorVariable,
-        k: TensorVariable,
-        v: TensorVariable,
-        cached_keys: TensorVariable,
-        cached_values: TensorVariable,
-        length: TensorVariable,
-        start: TensorVariable,
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        q, k, v, cached_keys, cached_values, length, start = inputs
         keys = pt.concatenate([cached_keys[:, :, :length], k], axis=2)
         values = pt.concatenate([cached_values[:, :, :length], v], axis=2)
         slot = pt.arange(keys.shape[2])
@@ -290,21 +282,21 @@ class MultiheadAttention(VariadicLayer):
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         if head_dim is None and n_embd % n_head:
             raise ValueError(
-                f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal width. "
-                "Change one of them, or pass head_dim."
+                f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal "
+                "width. Change one of them, or pass head_dim."
             )
         _check_groups(n_head, n_kv_head)
         if fused_qkv and kv_dim is not None:
             raise ValueError(
-                f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one input. "
-                "Pass fused_qkv=False."
+                f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one "
+                "input. Pass fused_qkv=False."
             )
         self.n_head = n_head
         self.n_kv_head = n_kv_head
         self.head_dim = n_embd // n_head if head_dim is None else head_dim
         self.is_causal = is_causal
         self.pairing = pairing
-        self.q_proj = self.k_proj = self.v_proj = self.qkv_proj = None
+        self.fused_qkv = fused_qkv
         n_q, n_kv = n_head * self.head_dim, n_kv_head * self.head_dim
         if fused_qkv:
             self.qkv_proj = Linear(
@@ -375,11 +367,11 @@ class MultiheadAttention(VariadicLayer):
         self, x: TensorVariable, kv: TensorLike | None
     ) -> tuple[TensorVariable, TensorVariable, TensorVariable]:
         n_q, n_kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        if self.qkv_proj is not None:
+        if self.fused_qkv:
             if kv is not None:
                 raise ValueError(
-                    f"{self.name} has one weight for queries, keys and values, so it cannot make keys "
-                    "and values from another input. Build it with fused_qkv=False."
+                    f"{self.name} has one weight for queries, keys and values, so it cannot make "
+                    "keys and values from another input. Build it with fused_qkv=False."
                 )
             qkv = self.qkv_proj(x)
             q, k, v = qkv[..., :n_q], qkv[..., n_q : n_q + n_kv], qkv[..., n_q + n_kv :]
@@ -436,7 +428,7 @@ def attend(
         if window is not None:
             near = lag < window if near is None else near & (lag < window)
         visible = near if visible is None else visible & near
-    if mask is not None or window is not None:
+    if visible is not None and not (mask is None and window is None):
         k, v = _drop_unseen(k, v, visible)
     scores = attention_scores(q, k, scale=scale, softcap=softcap)
     n_head, n_kv_head = q.type.shape[-3], k.type.shape[-3]
@@ -453,7 +445,9 @@ def attention_scores(
 ) -> TensorVariable:
     """Return the scaled products, of shape (..., n_kv_head, group, n_queries, n_keys)."""
     q, k = _as_wide(q), _as_wide(k)
-    grouped = _group_heads(q * pt.constant(scale, dtype=q.type.dtype), q.type.shape[-3], k.type.shape[-3])
+    grouped = _group_heads(
+        q * pt.constant(scale, dtype=q.type.dtype), q.type.shape[-3], k.type.shape[-3]
+    )
     scores = grouped @ k.swapaxes(-1, -2)[..., None, :, :]
     if softcap is not None:
         bound = pt.constant(softcap, dtype=scores.type.dtype)
@@ -500,15 +494,15 @@ def _group_heads(x: TensorVariable, n_head: int, n_kv_head: int) -> TensorVariab
         return x[..., None, :, :]
     if x.type.shape[-3] != n_head:
         raise ValueError(
-            f"A mask of shape {x.type.shape} has {x.type.shape[-3]} where the head axis of attention "
-            f"with {n_head} heads belongs, so it cannot be matched to heads. Give that axis the "
-            f"static length 1 or {n_head}."
+            f"A mask of shape {x.type.shape} has {x.type.shape[-3]} where the head axis of "
+            f"attention with {n_head} heads belongs, so it cannot be matched to heads. Give that "
+            f"axis the static length 1 or {n_head}."
         )
     return pt.split_dims(x, shape=(n_kv_head, n_head // n_kv_head), axis=x.type.ndim - 3)
 
 
 def _age(x: TensorVariable) -> TensorVariable:
-    """Return how many tokens come after each token of ``x``, whose token axis is the last but one."""
+    """Return how many tokens come after each token of ``x`` of shape (..., tokens, width)."""
     if x.type.shape[-2] is not None:
         return pt.constant(range(x.type.shape[-2] - 1, -1, -1), dtype="int32")
     # Not arange: its runtime length does not lower on every backend.
@@ -554,19 +548,19 @@ def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> Non
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.type.ndim < 3 or x.type.shape[-3] is None:
             raise ValueError(
-                f"Attention needs {name} of shape (..., heads, tokens, head_dim) with a static number "
-                f"of heads, got {x.type.shape}. Use specify_shape where the count is not known."
+                f"Attention needs {name} of shape (..., heads, tokens, head_dim) with a static "
+                f"number of heads, got {x.type.shape}. Use specify_shape to state it."
             )
     _check_groups(q.type.shape[-3], k.type.shape[-3])
     if k.type.shape[-3] != v.type.shape[-3]:
         raise ValueError(
-            f"k has {k.type.shape[-3]} heads and v has {v.type.shape[-3]}, so they cannot be paired. "
-            "Pass as many of each."
+            f"k has {k.type.shape[-3]} heads and v has {v.type.shape[-3]}, so they cannot be "
+            "paired. Pass as many of each."
         )
     if None not in (widths := (q.type.shape[-1], k.type.shape[-1])) and widths[0] != widths[1]:
         raise ValueError(
-            f"q has heads of width {widths[0]} and k of width {widths[1]}, so they have no product. "
-            "Pass equal widths."
+            f"q has heads of width {widths[0]} and k of width {widths[1]}, so they have no "
+            "product. Pass equal widths."
         )
 
 

@@ -1,6 +1,7 @@
 """Inputs, and ways of joining layers."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytensor.tensor as pt
 from pytensor.compile.builders import infer_shape
@@ -114,28 +115,28 @@ def call_as_block(
         name=name,
     )
     made_outside = _draw_outside(hoisted, stand_ins, given) if hoisted else []
-    block_outputs = op(*given, *captured, *made_outside, return_list=True)[: len(outputs)]
+    block_outputs = as_output_list(op(*given, *captured, *made_outside))[: len(outputs)]
     for inner_output, output in zip(outputs, block_outputs, strict=True):
         output.name = inner_output.name
     return block_outputs[0] if isinstance(result, Variable) else block_outputs
 
 
 def _draw_outside(
-    draws: Sequence[Variable], stand_ins: Sequence[Variable], given: Sequence[Variable]
+    draws: Sequence[Variable], stand_ins: Sequence[Variable], given: Sequence[Any]
 ) -> list[Variable]:
     """Rebuild random draws, whose sizes follow from the shapes of ``stand_ins``, on ``given``."""
     shapes_given = [tuple(x.shape) for x in given]
     sizes: dict[Variable, Variable] = {}
     for v in ancestors(draws):
-        if v.owner is not None and isinstance(v.owner.op, Shape | Shape_i):
+        op = None if v.owner is None else v.owner.op
+        if isinstance(op, Shape | Shape_i):
             sized = rewrite_for_prediction(v.owner.inputs[0])
             [shape] = infer_shape([sized], stand_ins, shapes_given)
-            is_vector = isinstance(v.owner.op, Shape)
-            sizes[v] = pt.stack(shape) if is_vector else pt.as_tensor(shape[v.owner.op.i])
+            sizes[v] = pt.as_tensor(shape[op.i]) if isinstance(op, Shape_i) else pt.stack(shape)
     outside = clone_replace(list(draws), sizes)
     if set(stand_ins) & set(graph_inputs(outside)):
         raise ValueError(
-            f"The random draws {list(draws)} depend on values of the block's inputs, so they cannot "
-            "be made outside of it. Draw them first and pass them in as inputs."
+            f"The random draws {list(draws)} depend on values of the block's inputs, so they "
+            "cannot be made outside of it. Draw them first and pass them in as inputs."
         )
     return outside

@@ -19,7 +19,8 @@ class DropoutLayer(UnaryLayerOp):
 
     p: float
 
-    def build_inner_graph(self, X: TensorVariable, mask: TensorVariable) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        X, mask = inputs
         return [X * mask * pt.constant(1 / (1 - self.p), dtype=X.type.dtype)]
 
     def for_prediction(self, inputs: list[Variable]) -> list[Variable]:
@@ -50,8 +51,8 @@ class Dropout(Layer):
         self.name = resolve_layer_name(name, "Dropout")
         if not 0 <= p < 1:
             raise ValueError(
-                f"{self.name} got p={p}, but keeps an element with probability 1 - p and divides by "
-                "it. Pass a p of at least 0 and below 1."
+                f"{self.name} got p={p}, but it divides by 1 - p, the probability of keeping an "
+                "element. Pass a p of at least 0 and below 1."
             )
         self.p = p
         self._random_state = (

@@ -1,5 +1,8 @@
 """Lookup of a vector for each id."""
 
+from typing import Any
+
+from pytensor.graph.basic import Variable
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
@@ -17,7 +20,8 @@ class EmbeddingLayer(UnaryLayerOp):
     n_embeddings: int
     n_features: int
 
-    def build_inner_graph(self, ids: TensorVariable, W: TensorVariable) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        ids, W = inputs
         return [W[ids]]
 
 
@@ -68,7 +72,7 @@ class Embedding(Layer):
         ids = as_tensor(ids)
         if ids.type.dtype not in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"):
             raise TypeError(
-                f"{self.name} looks rows up by integer id, but got {ids.type}. Cast the ids to int64."
+                f"{self.name} looks rows up by integer id, but got {ids.type}. Cast them to int64."
             )
         op = EmbeddingLayer(n_embeddings=self.n_embeddings, n_features=self.n_features)
         return op(ids, self.W, name=f"{self.name}_output")

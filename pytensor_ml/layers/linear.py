@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
+from pytensor.graph.basic import Variable
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
@@ -21,17 +22,16 @@ class LinearLayer(UnaryLayerOp):
     n_out: int
     bias: bool
 
-    def build_inner_graph(
-        self, X: TensorVariable, W: TensorVariable, *b: TensorVariable
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        X, W, *b = inputs
         return [X @ W + b[0] if b else X @ W]
 
     def pullback(
         self,
-        inputs: Sequence[TensorVariable],
-        outputs: Sequence[TensorVariable],
-        output_grads: Sequence[TensorVariable],
-    ) -> list[TensorVariable]:
+        inputs: Sequence[Variable],
+        outputs: Sequence[Variable],
+        output_grads: Sequence[Variable],
+    ) -> list[Variable]:
         X, W, *b = inputs
         op = LinearPullback(n_in=self.n_in, n_out=self.n_out, bias=self.bias)
         return op(X, W, output_grads[0], *b)
@@ -49,9 +49,8 @@ class LinearPullback(LayerOp):
     n_out: int
     bias: bool
 
-    def build_inner_graph(
-        self, X: TensorVariable, W: TensorVariable, g: TensorVariable, *b: TensorVariable
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        X, W, g, *b = inputs
         rows = g.reshape((-1, self.n_out))
         dX = pt.specify_shape(g @ W.T, X.type.shape).astype(X.type.dtype)
         dW = (X.reshape((-1, self.n_in)).T @ rows).astype(W.type.dtype)

@@ -1,6 +1,7 @@
 """Blocks of a decoder, and stacks of them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytensor.tensor as pt
 from pytensor.tensor import TensorLike, as_tensor
@@ -14,6 +15,7 @@ from pytensor_ml.layers.dropout import Dropout
 from pytensor_ml.layers.feedforward import FeedForward as FeedForward
 from pytensor_ml.layers.norm import LayerNorm
 from pytensor_ml.layers.positional import RotaryEmbedding
+from pytensor_ml.pytensorf.collect import as_output_list
 from pytensor_ml.state import Initializer
 
 type BlockOutput = TensorVariable | tuple[TensorVariable, TensorVariable, TensorVariable]
@@ -86,14 +88,13 @@ class DecoderBlock(VariadicLayer):
             Only with ``cache``: what the caller writes into it.
         """
         x = as_tensor(x)
-        new: tuple[TensorVariable, ...] = ()
+        new = None
 
         def attend(h: TensorVariable) -> TensorVariable:
             nonlocal new
             attended = self.attention(h, mask=mask, rope=rope, cache=cache)
             if isinstance(attended, tuple):
-                attended, *rest = attended
-                new = tuple(rest)
+                attended, *new = attended
             return self.attention_dropout(attended)
 
         def feed(h: TensorVariable) -> TensorVariable:
@@ -102,7 +103,7 @@ class DecoderBlock(VariadicLayer):
         x = self._add(x, attend, self.attention_norm)
         x = self._add(x, feed, self.feed_forward_norm)
         x.name = f"{self.name}_output"
-        return (x, *new) if new else x
+        return x if new is None else (x, new[0], new[1])
 
     def _add(
         self, x: TensorVariable, branch: Callable[[TensorVariable], TensorVariable], norm: Layer
@@ -153,7 +154,7 @@ class TransformerBlock(VariadicLayer):
         residual_initializer: Initializer | None = None,
     ):
         self.name = resolve_layer_name(name, "TransformerBlock")
-        self.attn = MultiheadAttention(
+        self.attn = self.attention = MultiheadAttention(
             f"{self.name}_attn",
             n_embd=d_model,
             n_head=n_head,
@@ -303,7 +304,7 @@ def _as_one_op(
     rope: TensorVariable | None,
     mask: TensorVariable | None,
     cache: KVCache | None,
-) -> list[TensorVariable]:
+) -> list[Any]:
     def call(
         x: TensorVariable,
         rope: TensorVariable | None,
@@ -318,4 +319,6 @@ def _as_one_op(
             y.name = f"{block.name}_output"
         return [y, *new]
 
-    return call_as_block(call, x, rope, mask, *(cache or ()), name=type(block).__name__)
+    return as_output_list(
+        call_as_block(call, x, rope, mask, *(cache or ()), name=type(block).__name__)
+    )

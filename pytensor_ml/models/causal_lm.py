@@ -16,7 +16,7 @@ from pytensor_ml.layers.transformer import TransformerStack
 class CausalLM(VariadicLayer):
     r"""Token ids to the logits of the token after each.
 
-    .. math:: \mathrm{logits} = \mathrm{head}(\mathrm{norm}(\mathrm{stack}(\mathrm{embedding}(ids))))
+    .. math:: \mathrm{head}(\mathrm{norm}(\mathrm{stack}(\mathrm{embedding}(ids))))
 
     Parameters
     ----------

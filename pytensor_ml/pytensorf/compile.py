@@ -73,8 +73,9 @@ def function(
     rng_updates = collect_rng_updates(graph)
     if random_seed is not None:
         reseed_rngs(list(rng_updates), random_seed)
-    threaded = {**rng_updates, **collect_non_trainable_updates(graph, already_written=updates)}
-    return pytensor.function(inputs, outputs, updates={**threaded, **updates}, mode=mode, **kwargs)
+    state_updates = collect_non_trainable_updates(graph, already_written=updates)
+    threaded: dict[Any, Any] = {**rng_updates, **state_updates, **updates}
+    return pytensor.function(inputs, outputs, updates=threaded, mode=mode, **kwargs)
 
 
 def compile_predict(

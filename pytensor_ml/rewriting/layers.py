@@ -5,15 +5,14 @@ from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.rewriting.basic import dfs_rewriter, node_rewriter
 
 from pytensor_ml.base import BlockOp, LayerOp
+from pytensor_ml.pytensorf.collect import as_output_list
 
 
-@node_rewriter([LayerOp])
 def specialize_layer(fgraph: FunctionGraph, node: Apply) -> list[Variable] | None:
     """Replace an op that acts otherwise in training."""
     return node.op.for_prediction(list(node.inputs))
 
 
-@node_rewriter([BlockOp])
 def specialize_block(fgraph: FunctionGraph, node: Apply) -> list[Variable] | None:
     """Specialize a block's inner graph and drop the inputs that this leaves without use."""
     op = node.op
@@ -28,7 +27,9 @@ def specialize_block(fgraph: FunctionGraph, node: Apply) -> list[Variable] | Non
         update_map={write: kept.index(read) for write, read in op.update_map().items()},
         name=op.name,
     )
-    return specialized(*(node.inputs[i] for i in kept), return_list=True)
+    return as_output_list(specialized(*(node.inputs[i] for i in kept)))
 
 
-prediction_rewrites = dfs_rewriter(specialize_layer, specialize_block)
+prediction_rewrites = dfs_rewriter(
+    node_rewriter([LayerOp])(specialize_layer), node_rewriter([BlockOp])(specialize_block)
+)

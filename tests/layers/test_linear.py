@@ -4,9 +4,9 @@ import pytensor.tensor as pt
 import pytest
 from helpers import assert_close
 
+from pytensor_ml.activations import Sigmoid
 from pytensor_ml.layers import Embedding, FeedForward, GatedFeedForward, Input, Linear
 from pytensor_ml.layers.linear import LinearPullback
-from pytensor_ml.activations import Sigmoid
 from pytensor_ml.pytensorf import function
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from pytensor_ml.pytensorf import compile as compile_module
 
 
 def test_an_unknown_backend_is_named_with_those_there_are():
-    with pytest.raises(ValueError, match="'cuda'.*c, numba, jax, mlx"):
+    with pytest.raises(ValueError, match=r"'cuda'.*c, numba, jax, mlx"):
         backend_mode("cuda")
 
 

@@ -36,7 +36,7 @@ def rotate_halves(x, position, base):
 
 
 def attention(x, projections, *, n_head, n_kv_head, positions=None, base=None, visible):
-    """Attend from each token to those that ``visible[row, query, key]`` admits; x (batch, t, width)."""
+    """Attend from each token of x (batch, t, width) to the ``visible[row, query, key]`` ones."""
     q_proj, k_proj, v_proj, out_proj = projections
     n_rows, n_tokens, _ = x.shape
     q, k, v = x @ q_proj, x @ k_proj, x @ v_proj

@@ -104,8 +104,8 @@ def _rotary(config: dict[str, Any], head_dim: int) -> RotaryEmbedding:
     base = parameters.get("rope_theta", config.get("rope_theta"))
     if base is None:
         raise ValueError(
-            "The config has no rope_theta, neither by itself nor in rope_parameters, and a wrong base "
-            "gives wrong text without an error. Add the base that the model was trained with."
+            "The config has no rope_theta, neither by itself nor in rope_parameters, and a wrong "
+            "base gives wrong text without an error. Add the base the model was trained with."
         )
     return RotaryEmbedding(
         "rotary_emb", base=base, scaling=parameters or "none", rotary_dim=head_dim
@@ -129,11 +129,11 @@ def _check_supported(config: dict[str, Any]) -> None:
         )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise ValueError(
-            f"The config asks for the activation {activation}, but a Llama feed-forward here uses silu, "
-            "so its output would be wrong. Use a checkpoint with hidden_act silu."
+            f"The config asks for the activation {activation}, but a Llama feed-forward here uses "
+            "silu, so its output would be wrong. Use a checkpoint with hidden_act silu."
         )
     if config.get("mlp_bias", False):
         raise ValueError(
-            "The config asks for mlp_bias, but the gated feed-forward here has no biases, so they would "
-            "be lost. Use a checkpoint without them."
+            "The config asks for mlp_bias, but the gated feed-forward here has no biases, so they "
+            "would be lost. Use a checkpoint without them."
         )
