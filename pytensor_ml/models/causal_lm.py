@@ -67,7 +67,7 @@ class CausalLM(VariadicLayer):
             Logits; those at padding mean nothing.
         """
         ids = as_tensor(ids)
-        counted = pt.ones_like(ids) if valid is None else as_tensor(valid).astype("int64")
+        counted = pt.ones_like(ids) if valid is None else as_tensor(valid).astype("int32")
         positions = pt.cumsum(counted, axis=-1) - 1
         mask = None if valid is None else as_tensor(valid)[:, None, None, :]
         hidden, _ = self.stack(self.embedding(ids), positions, mask)
