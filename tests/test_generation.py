@@ -7,6 +7,7 @@ from pytensor_ml.layers import (
     DecoderBlock,
     Embedding,
     GatedFeedForward,
+    Linear,
     MultiheadAttention,
     RMSNorm,
     RotaryEmbedding,
@@ -46,6 +47,12 @@ def test_top_k_and_top_p_keep_the_likeliest_and_renormalize():
     assert set(draw(top_p=0.3)) == {1}
 
 
+def test_the_lowest_ids_win_ties_for_a_place_in_the_top_k():
+    rng = np.random.default_rng(0)
+    equal = np.zeros((200, 1000), "float32")
+    assert set(sample(equal, temperature=1.0, top_k=3, top_p=1.0, rng=rng)) == {0, 1, 2}
+
+
 def test_a_seed_reproduces_draws():
     np.testing.assert_array_equal(draw(n=50, seed=1), draw(n=50, seed=1))
     assert not np.array_equal(draw(n=50, seed=1), draw(n=50, seed=2))
@@ -69,8 +76,6 @@ def decoder():
     shift = np.roll(np.eye(8, dtype=rows.dtype)[:VOCABULARY, :VOCABULARY], -1, axis=1)
     norm = RMSNorm("norm", n_in=8)
     rotary = RotaryEmbedding("rotary", rotary_dim=4)
-    from pytensor_ml.layers import Linear
-
     head = Linear("head", n_in=8, n_out=VOCABULARY, bias=False)
     head.W.set_value(np.vstack([shift, np.zeros((1, VOCABULARY), rows.dtype)]))
     model = CausalLM(

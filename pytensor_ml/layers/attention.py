@@ -161,7 +161,7 @@ def scaled_dot_product_attention(
         window=window,
         softcap=softcap,
     )
-    masks = [] if mask is None else [as_tensor(mask)]
+    masks = [] if mask is None else [pt.atleast_Nd(as_tensor(mask), n=q.type.ndim)]
     return op(q, k, v, *masks, name="attention_output")
 
 
@@ -517,8 +517,7 @@ def _drop_unseen(
 ) -> tuple[TensorVariable, TensorVariable]:
     """Replace keys and values that no query of their batch row may see by 0."""
     over_queries_and_heads = (-2, -3) if visible.type.ndim > 2 else -2
-    seen = pt.any(visible, axis=over_queries_and_heads)
-    seen = seen[..., None, :, None]
+    seen = pt.any(visible, axis=over_queries_and_heads)[..., None, :, None]
     return pt.where(seen, k, pt.zeros_like(k)), pt.where(seen, v, pt.zeros_like(v))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
@@ -25,6 +25,9 @@ class LinearLayer(UnaryLayerOp):
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         X, W, *b = inputs
         return [X @ W + b[0] if b else X @ W]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [(*shapes[0][:-1], shapes[1][-1])]
 
     def pullback(
         self,
@@ -56,6 +59,10 @@ class LinearPullback(LayerOp):
         dW = (X.reshape((-1, self.n_in)).T @ rows).astype(W.type.dtype)
         db = [pt.sum(rows, axis=0, acc_dtype=rows.type.dtype).astype(v.type.dtype) for v in b]
         return [dX, dW, *db]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        X, W, _, *b = shapes
+        return [X, W, *b]
 
 
 class Linear(Layer):

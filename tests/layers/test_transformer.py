@@ -5,7 +5,7 @@ import pytest
 from helpers import assert_close
 from references import transformer as reference
 
-from pytensor_ml.base import BlockOp
+from pytensor_ml.base import BlockOp, Layer
 from pytensor_ml.layers import (
     DecoderBlock,
     GatedFeedForward,
@@ -155,6 +155,20 @@ def test_a_block_keeps_the_static_shape_it_is_given(shape):
         Input("positions", shape=shape[:2], dtype="int64"),
     )
     assert y.type.shape == shape
+    assert len(set(block_ops(y))) == 1
+
+
+def test_a_layer_that_forgets_a_static_length_leaves_blocks_equal():
+    class Forgetful(Layer):
+        def __call__(self, x):
+            return pt.concatenate([x[:0], x])
+
+    blocks = [decoder_block(f"b{i}") for i in range(2)]
+    for block in blocks:
+        block.feed_forward = Forgetful()
+    x = Input("x", shape=(1, None, WIDTH), dtype="float32")
+    y, _ = TransformerStack("stack", blocks, rotary=None)(x, pt.arange(3))
+    assert y.type.shape == x.type.shape
     assert len(set(block_ops(y))) == 1
 
 

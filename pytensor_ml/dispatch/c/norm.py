@@ -1,0 +1,324 @@
+"""C kernels of the norms."""
+
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.graph.basic import Apply, Variable
+from pytensor.tensor.variable import TensorVariable
+from pytensor.utils import hash_from_code
+
+from pytensor_ml.base import LayerOp
+from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.layers.norm import (
+    LayerNormLayer,
+    LayerNormPullback,
+    PreciseSum,
+    RMSNormLayer,
+    RMSNormPullback,
+    ZeroCenteredRMSNormLayer,
+)
+
+
+@c_funcify.register(PreciseSum)
+def c_funcify_precise_sum(op: PreciseSum, node: Apply) -> list[Variable]:
+    x: Any = node.inputs[0]
+    return [pt.sum(x, axis=op.axes, dtype=x.type.dtype, acc_dtype="float64")]
+
+
+@c_funcify.register(RMSNormLayer)
+@c_funcify.register(ZeroCenteredRMSNormLayer)
+def c_funcify_rms_norm(
+    op: RMSNormLayer | ZeroCenteredRMSNormLayer, node: Apply
+) -> list[Variable] | None:
+    X, *parameters = node.inputs
+    offset = int(isinstance(op, ZeroCenteredRMSNormLayer))
+    reference = RMSNormLayer(n_in=op.n_in, epsilon=op.epsilon, affine=True)
+    return _run_kernel(reference, X, _factor(X, parameters, offset))
+
+
+@c_funcify.register(RMSNormPullback)
+def c_funcify_rms_norm_pullback(op: RMSNormPullback, node: Apply) -> list[Variable] | None:
+    X, dY, *parameters = node.inputs
+    reference = RMSNormPullback(n_in=op.n_in, epsilon=op.epsilon, offset=0)
+    gradients = _run_kernel(reference, X, dY, _factor(X, parameters, op.offset))
+    return gradients and _cast_like(gradients, [X, *parameters])
+
+
+@c_funcify.register(LayerNormLayer)
+def c_funcify_layer_norm(op: LayerNormLayer, node: Apply) -> list[Variable] | None:
+    X, *loc_and_scale = node.inputs
+    reference = LayerNormLayer(n_in=op.n_in, epsilon=op.epsilon, affine=True)
+    loc = _factor(X, loc_and_scale[:1], offset=0) if loc_and_scale else _full(X, 0)
+    return _run_kernel(reference, X, loc, _factor(X, loc_and_scale[1:], offset=0))
+
+
+@c_funcify.register(LayerNormPullback)
+def c_funcify_layer_norm_pullback(op: LayerNormPullback, node: Apply) -> list[Variable] | None:
+    X, dY, *loc_and_scale = node.inputs
+    reference = LayerNormPullback(n_in=op.n_in, epsilon=op.epsilon)
+    scale = _factor(X, loc_and_scale[1:], offset=0)
+    gradients = _run_kernel(reference, X, dY, scale, scale)
+    return gradients and _cast_like(gradients, [X, *loc_and_scale])
+
+
+def _full(X: Any, value: float) -> TensorVariable:
+    return pt.constant(np.full(X.type.shape[-1], value, X.type.dtype))
+
+
+def _factor(X: Any, parameter: list[Any], offset: int) -> TensorVariable:
+    """Return what the kernel multiplies the normalized rows by: offset + parameter, or ones."""
+    if not parameter:
+        return _full(X, 1)
+    return pt.constant(offset, dtype=X.type.dtype) + parameter[0].astype(X.type.dtype)
+
+
+def _run_kernel(reference: LayerOp, X: Any, *others: Any) -> list[Variable] | None:
+    """Apply the kernel that computes ``reference``; float16 has none and runs its inner graph."""
+    if X.type.dtype == "float16":
+        return None
+    outputs: Any = reference(X, *others, return_list=True)
+    return NormKernel(outputs[0].owner.op).make_node(X, *others).outputs
+
+
+def _cast_like(gradients: list[Any], inputs: list[Variable]) -> list[Variable]:
+    return [g.astype(x.type.dtype) for g, x in zip(gradients, inputs, strict=False)]
+
+
+class NormKernel(CKernel):
+    """An affine norm, or its pullback, of float32 or float64 with parameters of the same dtype."""
+
+    layer_op: RMSNormLayer | RMSNormPullback | LayerNormLayer | LayerNormPullback
+
+    def c_code_cache_version(self) -> tuple[str, ...]:
+        return (hash_from_code(SUPPORT_CODE),)
+
+    def c_support_code(self, **kwargs: Any) -> str:
+        return SUPPORT_CODE
+
+    def c_code(self, node: Apply, name: str, inputs: Any, outputs: Any, sub: Any) -> str:
+        function = {
+            RMSNormLayer: "rms_norm",
+            RMSNormPullback: "rms_norm_pullback",
+            LayerNormLayer: "layer_norm",
+            LayerNormPullback: "layer_norm_pullback",
+        }[type(self.layer_op)]
+        dtype = node.inputs[0].type.dtype
+        arguments = ", ".join([*inputs, *outputs, repr(float(self.layer_op.epsilon))])
+        return f"""
+        if (!pytensor_ml_norm::{function}<npy_{dtype}>({arguments})) {{ {sub["fail"]} }}
+        """
+
+
+# A compiler may not reorder a sum, so sums are written in lanes that it can vectorize.
+SUPPORT_CODE = r"""
+#include <cmath>
+#include <vector>
+
+namespace pytensor_ml_norm {
+
+const int LANES = 16;
+
+// Adds up the K terms that `term(i, terms)` gives for every i < n.
+template <int K, typename Term>
+inline void sum(npy_intp n, double (&sums)[K], Term term) {
+    double lanes[K][LANES] = {}, terms[K];
+    npy_intp i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; ++l) {
+            double t[K];
+            term(i + l, t);
+            for (int k = 0; k < K; ++k) lanes[k][l] += t[k];
+        }
+    for (int k = 0; k < K; ++k) {
+        sums[k] = 0;
+        for (int l = 0; l < LANES; ++l) sums[k] += lanes[k][l];
+    }
+    for (; i < n; ++i) {
+        term(i, terms);
+        for (int k = 0; k < K; ++k) sums[k] += terms[k];
+    }
+}
+
+// A C-contiguous array with the values of another, for the time of a call.
+template <typename T>
+struct Values {
+    PyArrayObject* array;
+    explicit Values(PyArrayObject* source)
+        : array((PyArrayObject*)PyArray_GETCONTIGUOUS(source)) {}
+    ~Values() { Py_XDECREF(array); }
+    Values(const Values&) = delete;
+    const T* data() const { return (const T*)PyArray_DATA(array); }
+};
+
+inline bool allocate(PyArrayObject*& out, PyArrayObject* like) {
+    if (out && PyArray_IS_C_CONTIGUOUS(out) && PyArray_SAMESHAPE(out, like)) return true;
+    Py_XDECREF(out);
+    out = (PyArrayObject*)PyArray_EMPTY(
+        PyArray_NDIM(like), PyArray_DIMS(like), PyArray_TYPE(like), 0);
+    return out != NULL;
+}
+
+inline npy_intp width(PyArrayObject* x) { return PyArray_DIM(x, PyArray_NDIM(x) - 1); }
+
+inline bool same_width(PyArrayObject* x, PyArrayObject* parameter) {
+    if (width(x) == width(parameter)) return true;
+    PyErr_Format(PyExc_ValueError,
+                 "A norm of width %zd got an input whose last axis is %zd wide.",
+                 (Py_ssize_t)width(parameter), (Py_ssize_t)width(x));
+    return false;
+}
+
+inline bool same_shape(PyArrayObject* x, PyArrayObject* dy) {
+    if (PyArray_SAMESHAPE(x, dy)) return true;
+    PyErr_SetString(PyExc_ValueError, "A norm got a gradient of another shape than its input.");
+    return false;
+}
+
+// A sum over rows, which leaves the dtype of the rows every 16 of them.
+template <typename T>
+struct ColumnSum {
+    std::vector<T> recent;
+    std::vector<double> total;
+    explicit ColumnSum(npy_intp n) : recent(n), total(n) {}
+    void flush() {
+        for (size_t i = 0; i < total.size(); ++i) {
+            total[i] += recent[i];
+            recent[i] = 0;
+        }
+    }
+    void write(PyArrayObject* out) {
+        flush();
+        for (size_t i = 0; i < total.size(); ++i) ((T*)PyArray_DATA(out))[i] = T(total[i]);
+    }
+};
+
+template <typename T>
+bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsilon) {
+    const Values<T> x_values(X), scale_values(Scale);
+    if (!x_values.array || !scale_values.array || !same_width(X, Scale) || !allocate(Y, X))
+        return false;
+    const npy_intp n = width(X);
+    const T *x = x_values.data(), *scale = scale_values.data();
+    T* __restrict__ y = (T*)PyArray_DATA(Y);
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
+        double xx[1];
+        sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
+        const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
+        for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
+    }
+    return true;
+}
+
+template <typename T>
+bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale,
+                       PyArrayObject*& DX, PyArrayObject*& DScale, T epsilon) {
+    const Values<T> x_values(X), dy_values(DY), scale_values(Scale);
+    if (!x_values.array || !dy_values.array || !scale_values.array || !same_width(X, Scale) ||
+        !same_shape(X, DY) || !allocate(DX, X) || !allocate(DScale, Scale))
+        return false;
+    const npy_intp n = width(X);
+    const T *x = x_values.data(), *dy = dy_values.data(), *scale = scale_values.data();
+    T* __restrict__ dx = (T*)PyArray_DATA(DX);
+    ColumnSum<T> by_scale(n);
+    T* __restrict__ dscale = by_scale.recent.data();
+    npy_intp row = 0;
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
+        double sums[2];
+        sum(n, sums, [&](npy_intp i, double* t) {
+            t[0] = double(x[i]) * double(x[i]);
+            t[1] = double(dy[i] * scale[i]) * double(x[i]);
+        });
+        const double rms = std::sqrt(sums[0] / n + epsilon);
+        const T r = T(1 / rms), mean = T(sums[1] / rms / n);
+        for (npy_intp i = 0; i < n; ++i) {
+            const T normalized = x[i] * r;
+            dscale[i] += dy[i] * normalized;
+            dx[i] = r * (dy[i] * scale[i] - normalized * mean);
+        }
+        if (++row % 16 == 0) by_scale.flush();
+    }
+    by_scale.write(DScale);
+    return true;
+}
+
+// A row minus its mean, and then minus the mean of what rounding left.
+template <typename T>
+struct Centered {
+    const T* x;
+    double mean, rest;
+    Centered(const T* x, npy_intp n) : x(x), rest(0) {
+        double total[1];
+        sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i]; });
+        mean = total[0] / n;
+        sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i] - mean; });
+        rest = total[0] / n;
+    }
+    double operator[](npy_intp i) const { return x[i] - mean - rest; }
+};
+
+template <typename T>
+bool layer_norm(PyArrayObject* X, PyArrayObject* Loc, PyArrayObject* Scale, PyArrayObject*& Y,
+                T epsilon) {
+    const Values<T> x_values(X), loc_values(Loc), scale_values(Scale);
+    if (!x_values.array || !loc_values.array || !scale_values.array || !same_width(X, Loc) ||
+        !same_width(X, Scale) || !allocate(Y, X))
+        return false;
+    const npy_intp n = width(X);
+    const T *x = x_values.data(), *loc = loc_values.data(), *scale = scale_values.data();
+    T* __restrict__ y = (T*)PyArray_DATA(Y);
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
+        const Centered<T> d(x, n);
+        double dd[1];
+        sum(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
+        const double r = 1 / std::sqrt(dd[0] / n + epsilon);
+        for (npy_intp i = 0; i < n; ++i) y[i] = T(d[i] * r) * scale[i] + loc[i];
+    }
+    return true;
+}
+
+template <typename T>
+bool layer_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Loc,
+                         PyArrayObject* Scale, PyArrayObject*& DX, PyArrayObject*& DLoc,
+                         PyArrayObject*& DScale, T epsilon) {
+    const Values<T> x_values(X), dy_values(DY), scale_values(Scale);
+    if (!x_values.array || !dy_values.array || !scale_values.array || !same_width(X, Scale) ||
+        !same_shape(X, DY) || !allocate(DX, X) || !allocate(DLoc, Scale) ||
+        !allocate(DScale, Scale))
+        return false;
+    const npy_intp n = width(X);
+    const T *x = x_values.data(), *dy = dy_values.data(), *scale = scale_values.data();
+    T* __restrict__ dx = (T*)PyArray_DATA(DX);
+    ColumnSum<T> by_loc(n), by_scale(n);
+    T* __restrict__ dloc = by_loc.recent.data();
+    T* __restrict__ dscale = by_scale.recent.data();
+    npy_intp row = 0;
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
+        const Centered<T> d(x, n);
+        double sums[3];
+        sum(n, sums, [&](npy_intp i, double* t) {
+            const double g = dy[i] * scale[i];
+            t[0] = d[i] * d[i];
+            t[1] = g;
+            t[2] = g * d[i];
+        });
+        const double r = 1 / std::sqrt(sums[0] / n + epsilon);
+        const T root = T(r), g_mean = T(sums[1] / n), gd_mean = T(sums[2] * r / n);
+        for (npy_intp i = 0; i < n; ++i) {
+            const T normalized = T(d[i] * r);
+            dloc[i] += dy[i];
+            dscale[i] += dy[i] * normalized;
+            dx[i] = root * (dy[i] * scale[i] - g_mean - normalized * gd_mean);
+        }
+        if (++row % 16 == 0) {
+            by_loc.flush();
+            by_scale.flush();
+        }
+    }
+    by_loc.write(DLoc);
+    by_scale.write(DScale);
+    return true;
+}
+
+}
+"""

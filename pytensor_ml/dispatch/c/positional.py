@@ -1,0 +1,115 @@
+"""C kernels of rotary embeddings."""
+
+from typing import Any
+
+from pytensor.graph.basic import Apply, Variable
+
+from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.layers.positional import ApplyRotary
+
+
+@c_funcify.register(ApplyRotary)
+def c_funcify_apply_rotary(op: ApplyRotary, node: Apply) -> list[Variable] | None:
+    if node.inputs[0].type.dtype == "float16" or not op.has_aligned_table:
+        return None
+    return ApplyRotaryKernel(op).make_node(*node.inputs).outputs
+
+
+class ApplyRotaryKernel(CKernel):
+    """A rotation of float32 or float64 by a table of either."""
+
+    layer_op: ApplyRotary
+
+    def c_code_cache_version(self) -> tuple[int, ...]:
+        return (1,)
+
+    def c_support_code(self, **kwargs: Any) -> str:
+        return SUPPORT_CODE
+
+    def c_code(self, node: Apply, name: str, inputs: Any, outputs: Any, sub: Any) -> str:
+        x, table = node.inputs
+        half = str(self.layer_op.pairing == "half").lower()
+        sign = -1 if self.layer_op.inverse else 1
+        types = f"npy_{x.type.dtype}, npy_{table.type.dtype}, {half}"
+        arguments = ", ".join([*inputs, *outputs, str(table.type.ndim - 3), str(sign)])
+        return f"""
+        if (!pytensor_ml_rotary::apply_rotary<{types}>({arguments})) {{ {sub["fail"]} }}
+        """
+
+
+SUPPORT_CODE = r"""
+#include <type_traits>
+#include <vector>
+
+namespace pytensor_ml_rotary {
+
+// X is (batch axes, head axes, steps, channels) and Table (batch axes, steps, pairs, 2).
+template <typename X, typename A, bool half>
+bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObject*& y_array,
+                  int n_batch_axes, int sign) {
+    using T = typename std::conditional<(sizeof(X) > sizeof(A)), X, A>::type;
+    const int n_axes = PyArray_NDIM(x_array);
+    const npy_intp* shape = PyArray_DIMS(x_array);
+    const npy_intp steps = shape[n_axes - 2], channels = shape[n_axes - 1];
+    const npy_intp pairs = PyArray_DIM(table_array, PyArray_NDIM(table_array) - 2);
+    npy_intp batch = 1, heads = 1;
+    for (int axis = 0; axis < n_batch_axes; ++axis) batch *= shape[axis];
+    for (int axis = n_batch_axes; axis < n_axes - 2; ++axis) heads *= shape[axis];
+    if (PyArray_SIZE(table_array) != batch * steps * pairs * 2 || 2 * pairs > channels) {
+        PyErr_SetString(PyExc_ValueError,
+                        "A rotary table's shape does not go with that of what it rotates.");
+        return false;
+    }
+    if (!y_array || !PyArray_IS_C_CONTIGUOUS(y_array) || !PyArray_SAMESHAPE(y_array, x_array)) {
+        Py_XDECREF(y_array);
+        y_array = (PyArrayObject*)PyArray_EMPTY(n_axes, PyArray_DIMS(x_array),
+                                                PyArray_TYPE(x_array), 0);
+        if (!y_array) return false;
+    }
+    PyArrayObject* x_values = (PyArrayObject*)PyArray_GETCONTIGUOUS(x_array);
+    PyArrayObject* table_values = (PyArrayObject*)PyArray_GETCONTIGUOUS(table_array);
+    if (!x_values || !table_values) {
+        Py_XDECREF(x_values);
+        Py_XDECREF(table_values);
+        return false;
+    }
+    const X* x = (const X*)PyArray_DATA(x_values);
+    const A* table = (const A*)PyArray_DATA(table_values);
+    X* __restrict__ y = (X*)PyArray_DATA(y_array);
+    std::vector<T> all_cos(steps * pairs), all_sin(steps * pairs);
+    for (npy_intp b = 0; b < batch; ++b) {
+        for (npy_intp i = 0; i < steps * pairs; ++i, table += 2) {
+            all_cos[i] = T(table[0]);
+            all_sin[i] = T(sign) * T(table[1]);
+        }
+        for (npy_intp h = 0; h < heads; ++h) {
+            const T *cos = all_cos.data(), *sin = all_sin.data();
+            for (npy_intp s = 0; s < steps; ++s) {
+                if (half) {
+                    for (npy_intp i = 0; i < pairs; ++i) {
+                        const T first = x[i], second = x[pairs + i];
+                        y[i] = X(first * cos[i] - second * sin[i]);
+                        y[pairs + i] = X(second * cos[i] + first * sin[i]);
+                    }
+                } else {
+                    for (npy_intp i = 0; i < pairs; ++i) {
+                        const T first = x[2 * i], second = x[2 * i + 1];
+                        y[2 * i] = X(first * cos[i] - second * sin[i]);
+                        y[2 * i + 1] = X(second * cos[i] + first * sin[i]);
+                    }
+                }
+                for (npy_intp i = 2 * pairs; i < channels; ++i) y[i] = x[i];
+                x += channels;
+                y += channels;
+                cos += pairs;
+                sin += pairs;
+            }
+        }
+    }
+    Py_DECREF(x_values);
+    Py_DECREF(table_values);
+    return true;
+}
+
+}
+"""

@@ -1,0 +1,5 @@
+"""Kernels in JAX."""
+
+from pytensor_ml.dispatch.jax import attention as attention
+from pytensor_ml.dispatch.jax import generation as generation
+from pytensor_ml.dispatch.jax import norm as norm

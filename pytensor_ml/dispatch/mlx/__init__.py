@@ -1,0 +1,5 @@
+"""Kernels in MLX."""
+
+from pytensor_ml.dispatch.mlx import attention as attention
+from pytensor_ml.dispatch.mlx import generation as generation
+from pytensor_ml.dispatch.mlx import norm as norm

@@ -1,0 +1,463 @@
+"""Numba kernels of attention."""
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from math import factorial, log
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+from pytensor.graph.basic import Apply, Variable
+from pytensor.link.numba.dispatch.basic import numba_njit
+from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
+
+from pytensor_ml.base import LayerOp
+from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
+
+Array = np.ndarray
+
+# Rows of scores that are held at a time.
+BLOCK = 64
+
+NO_WINDOW = 2**62
+
+
+@register_kernel(AttentionLayer)
+def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> Any:
+    if not has_kernel(node.inputs[:3], node.inputs[3:]):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
+    window = NO_WINDOW if op.window is None else op.window
+
+    @numba_njit
+    def attention(q: Array, k: Array, v: Array, mask: Any = None) -> Array:
+        check_shapes(q, k, v, mask)
+        n_batch, n_head, n_queries, _ = q.shape
+        _, n_kv_head, n_keys, _ = k.shape
+        group = n_head // n_kv_head
+        per_block = max(1, BLOCK // group)
+        y = np.empty((n_batch, n_head, n_queries, v.shape[3]), q.dtype)
+        for b in range(n_batch):
+            if mask is None:
+                seen = None
+            else:
+                seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
+            for h in range(n_kv_head):
+                keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+                for i in range(0, n_queries, per_block):
+                    n = min(per_block, n_queries - i)
+                    position = n_keys - n_queries + i
+                    low, stop = reach(position, n, n_keys, is_causal, window)
+                    rows = gather(q, b, h * group, group, i, n, scale)
+                    scores = inner_products(rows, keys, low, stop)
+                    if softcap is not None:
+                        cap(scores, softcap)
+                    if mask is not None:
+                        add_mask(scores, mask, b, h * group, i, n, low)
+                    hide(scores, n, low, position, is_causal, window)
+                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                    high[:] = -np.inf
+                    total[:] = 0
+                    raise_to_maximum(high, scores)
+                    exponentiate(scores, high, total)
+                    scatter(combine(scores, values, low, stop), total, y, b, h * group, i, n)
+        return y
+
+    return attention, cache_key(op, node)
+
+
+@register_kernel(AttentionPullback)
+def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwargs: Any) -> Any:
+    if not has_kernel(node.inputs[:4], node.inputs[4:]):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
+    window = NO_WINDOW if op.window is None else op.window
+
+    @numba_njit
+    def gradients(
+        q: Array, k: Array, v: Array, g: Array, mask: Any = None, dmask: Any = None
+    ) -> Any:
+        check_shapes(q, k, v, mask)
+        if g.shape[:3] != q.shape[:3] or g.shape[3] != v.shape[3]:
+            raise ValueError("Attention got a gradient whose shape differs from its output's")
+        n_batch, n_head, n_queries, _ = q.shape
+        _, n_kv_head, n_keys, _ = k.shape
+        group = n_head // n_kv_head
+        per_block = max(1, BLOCK // group)
+        dq = np.empty(q.shape, q.dtype)
+        dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+        for b in range(n_batch):
+            if mask is None:
+                seen = None
+            else:
+                seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
+            for h in range(n_kv_head):
+                keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+                for i in range(0, n_queries, per_block):
+                    n = min(per_block, n_queries - i)
+                    position = n_keys - n_queries + i
+                    low, stop = reach(position, n, n_keys, is_causal, window)
+                    rows = gather(q, b, h * group, group, i, n, scale)
+                    scores = inner_products(rows, keys, low, stop)
+                    if softcap is not None:
+                        cap(scores, softcap)
+                        capped = scores.copy()
+                    if mask is not None:
+                        add_mask(scores, mask, b, h * group, i, n, low)
+                    hide(scores, n, low, position, is_causal, window)
+                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                    high[:] = -np.inf
+                    total[:] = 0
+                    raise_to_maximum(high, scores)
+                    exponentiate(scores, high, total)
+                    dy = gather(g, b, h * group, group, i, n, 1.0)
+                    dscores = inner_products(dy, values, low, stop)
+                    softmax_pullback(scores, total, dscores)
+                    if dmask is not None:
+                        add_block(dmask, dscores, b, h * group, i, n, low)
+                    if softcap is not None:
+                        cap_pullback(capped, softcap, dscores)
+                    total[:] = q.dtype.type(1 / scale)
+                    scatter(combine(dscores, keys, low, stop), total, dq, b, h * group, i, n)
+                    add_rows(dk, b, h, low, combine(dscores.T, rows, 0, len(rows)))
+                    add_rows(dv, b, h, low, combine(scores.T, dy, 0, len(dy)))
+        return dq, dk, dv
+
+    if len(node.outputs) == 3:
+        return gradients, cache_key(op, node)
+
+    @numba_njit
+    def gradients_with_mask(q: Array, k: Array, v: Array, g: Array, mask: Any) -> Any:
+        dmask = np.zeros(mask.shape)
+        return *gradients(q, k, v, g, mask, dmask), dmask.astype(mask.dtype)
+
+    return gradients_with_mask, cache_key(op, node)
+
+
+@register_kernel(CachedAttentionLayer)
+def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwargs: Any) -> Any:
+    if not has_kernel(node.inputs[:5], ()):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    scale, softcap = op.scale, op.softcap
+    window = NO_WINDOW if op.window is None else op.window
+
+    @numba_njit
+    def cached_attention(
+        q: Array,
+        k: Array,
+        v: Array,
+        cached_keys: Array,
+        cached_values: Array,
+        length: Array,
+        start: Array,
+    ) -> Array:
+        check_shapes(q, k, v, None)
+        check_shapes(q, cached_keys, cached_values, None)
+        n_batch, n_head, n_new, _ = q.shape
+        n_kv_head = k.shape[1]
+        group = n_head // n_kv_head
+        per_block = max(1, BLOCK // group)
+        n_old = int(length.item())
+        if n_old < 0 or n_old > cached_keys.shape[2] or len(start) != n_batch:
+            raise ValueError("Attention got a cache whose length or start does not fit it")
+        y = np.empty((n_batch, n_head, n_new, v.shape[3]), q.dtype)
+        for b in range(n_batch):
+            for h in range(n_kv_head):
+                for i in range(0, n_new, per_block):
+                    n = min(per_block, n_new - i)
+                    slot = n_old + i
+                    low = max(int(start[b]), slot + 1 - window, 0)
+                    low_old = min(low, n_old)
+                    low_new = min(max(low - n_old, 0), i + n)
+                    rows = gather(q, b, h * group, group, i, n, scale)
+                    old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
+                    new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
+                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                    high[:] = -np.inf
+                    total[:] = 0
+                    for scores, first in ((old, low_old), (new, n_old + low_new)):
+                        if softcap is not None:
+                            cap(scores, softcap)
+                        hide(scores, n, first, slot, True, window)
+                        raise_to_maximum(high, scores)
+                    exponentiate(old, high, total)
+                    exponentiate(new, high, total)
+                    mixed = combine(old, head(cached_values, b, h, n_old), low_old, n_old)
+                    mixed += combine(new, head(v, b, h, i + n), low_new, i + n)
+                    scatter(mixed, total, y, b, h * group, i, n)
+        return y
+
+    return cached_attention, cache_key(op, node)
+
+
+def has_kernel(floats: Sequence[Variable], masks: Sequence[Variable]) -> bool:
+    """Return whether the kernels cover inputs of these types."""
+    if any(x.type.ndim != 4 for x in (*floats, *masks)):
+        return False
+    batches = {x.type.shape[0] for x in floats} - {None}
+    return len({x.type.dtype for x in floats}) == 1 and len(batches) < 2
+
+
+def cache_key(op: LayerOp, node: Apply) -> str:
+    version = 2
+    masks = [x.type.dtype for x in node.inputs[3:]]
+    return sha256(str((type(op), op._props_dict(), masks, version)).encode()).hexdigest()
+
+
+@numba_njit
+def check_shapes(q: Array, k: Array, v: Array, mask: Any) -> None:
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError("Attention got queries, keys and values whose shapes do not match")
+    if mask is not None:
+        full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        for axis in range(4):
+            if mask.shape[axis] != 1 and mask.shape[axis] != full[axis]:
+                raise ValueError("Attention got a mask whose shape does not match the scores'")
+
+
+@numba_njit
+def reach(position: int, n: int, n_keys: int, is_causal: bool, window: int) -> tuple[int, int]:
+    """Return the first and one past the last key that n queries from a position on see."""
+    stop = max(min(position + n, n_keys), 0) if is_causal else n_keys
+    return min(max(position + 1 - window, 0), stop), stop
+
+
+@numba_njit
+def gather(x: Array, b: int, first_head: int, n_heads: int, i: int, n: int, factor: float) -> Array:
+    """Return rows i to i + n of several heads, one head below another, times a factor."""
+    rows = np.empty((n_heads * n, x.shape[3]), x.dtype)
+    for r in range(len(rows)):
+        for d in range(x.shape[3]):
+            rows[r, d] = x[b, first_head + r // n, i + r % n, d] * x.dtype.type(factor)
+    return rows
+
+
+@numba_njit
+def scatter(
+    rows: Array, divisor: Array, out: Array, b: int, first_head: int, i: int, n: int
+) -> None:
+    """Undo :func:`gather`, with each row divided by its divisor, or 0 where that is 0."""
+    for r in range(len(rows)):
+        for d in range(out.shape[3]):
+            quotient = rows[r, d] / divisor[r] if divisor[r] != 0 else out.dtype.type(0)
+            out[b, first_head + r // n, i + r % n, d] = quotient
+
+
+@numba_njit
+def add_rows(out: Array, b: int, h: int, low: int, rows: Array) -> None:
+    for j in range(len(rows)):
+        for d in range(out.shape[3]):
+            out[b, h, low + j, d] += rows[j, d]
+
+
+@numba_njit
+def add_block(out: Array, block: Array, b: int, first_head: int, i: int, n: int, low: int) -> None:
+    """Add a block of scores to what may have axes of length 1 in the place of those of scores."""
+    for r in range(len(block)):
+        at_b, at_head = min(b, out.shape[0] - 1), min(first_head + r // n, out.shape[1] - 1)
+        at_query = min(i + r % n, out.shape[2] - 1)
+        for j in range(block.shape[1]):
+            out[at_b, at_head, at_query, min(low + j, out.shape[3] - 1)] += block[r, j]
+
+
+@numba_njit
+def seen_keys(
+    mask: Any, b: int, n_queries: int, n_keys: int, is_causal: bool, window: int
+) -> Array:
+    """Return which keys some query of a batch row sees."""
+    seen = np.zeros(n_keys, np.bool_)
+    at_b = min(b, mask.shape[0] - 1)
+    for h in range(mask.shape[1]):
+        for i in range(n_queries):
+            at_query = min(i, mask.shape[2] - 1)
+            low, stop = reach(n_keys - n_queries + i, 1, n_keys, is_causal, window)
+            for j in range(low, stop):
+                seen[j] |= is_visible(mask[at_b, h, at_query, min(j, mask.shape[3] - 1)])
+    return seen
+
+
+@numba_njit
+def seen_rows(x: Array, b: int, h: int, seen: Any) -> Array:
+    """Return the rows of a head, with 0 in the place of those that are known not to be seen."""
+    if seen is None:
+        return head(x, b, h, x.shape[2])
+    rows = np.zeros(x.shape[2:], x.dtype)
+    for j in range(len(rows)):
+        if seen[j]:
+            for d in range(x.shape[3]):
+                rows[j, d] = x[b, h, j, d]
+    return rows
+
+
+@numba_njit
+def inner_products(x: Array, y: Array, low: int, stop: int) -> Array:
+    products = np.empty((len(x), stop - low), x.dtype)
+    np.dot(x, y[low:stop].T, products)
+    return products
+
+
+@numba_njit
+def combine(weights: Array, x: Array, low: int, stop: int) -> Array:
+    mixed = np.empty((len(weights), x.shape[1]), x.dtype)
+    np.dot(weights, x[low:stop], mixed)
+    return mixed
+
+
+@numba_njit
+def cap(scores: Array, softcap: float) -> None:
+    bound = scores.dtype.type(softcap)
+    for r in range(len(scores)):
+        for j in range(scores.shape[1]):
+            scores[r, j] = bound * np.tanh(scores[r, j] / bound)
+
+
+@numba_njit
+def cap_pullback(capped: Array, softcap: float, dscores: Array) -> None:
+    for r in range(len(capped)):
+        for j in range(capped.shape[1]):
+            ratio = capped[r, j] / dscores.dtype.type(softcap)
+            # A score that is hidden may be NaN.
+            if dscores[r, j] != 0:
+                dscores[r, j] *= 1 - ratio * ratio
+
+
+@numba_njit
+def add_mask(scores: Array, mask: Any, b: int, first_head: int, i: int, n: int, low: int) -> None:
+    """Add a mask to a block of scores, with -inf where a query may not see a key."""
+    at_b = min(b, mask.shape[0] - 1)
+    for r in range(len(scores)):
+        at_head = min(first_head + r // n, mask.shape[1] - 1)
+        at_query = min(i + r % n, mask.shape[2] - 1)
+        for j in range(scores.shape[1]):
+            x = mask[at_b, at_head, at_query, min(low + j, mask.shape[3] - 1)]
+            scores[r, j] = masked(scores[r, j], x) if is_visible(x) else -np.inf
+
+
+@numba_njit
+def hide(scores: Array, n: int, low: int, position: int, is_causal: bool, window: int) -> None:
+    """Put -inf where a query, from ``position`` on, does not see a key, from ``low`` on."""
+    for r in range(len(scores)):
+        own = position + r % n - low
+        for j in range(min(own + 1 - window, scores.shape[1])):
+            scores[r, j] = -np.inf
+        if is_causal:
+            for j in range(max(own + 1, 0), scores.shape[1]):
+                scores[r, j] = -np.inf
+
+
+@numba_njit
+def raise_to_maximum(high: Array, scores: Array) -> None:
+    """Raise ``high`` to the largest score of each row."""
+    for r in range(len(scores)):
+        for j in range(scores.shape[1]):
+            high[r] = scores[r, j] if scores[r, j] > high[r] else high[r]
+
+
+@numba_njit
+def exponentiate(scores: Array, high: Array, total: Array) -> None:
+    """Replace scores by their exponentials, shifted by ``high``, and add those to ``total``."""
+    for r in range(len(scores)):
+        shift = high[r] if np.isfinite(high[r]) else scores.dtype.type(0)
+        row_total = scores.dtype.type(0)
+        for j in range(scores.shape[1]):
+            scores[r, j] = exp(scores[r, j] - shift)
+            row_total += scores[r, j]
+        total[r] += row_total
+
+
+@numba_njit
+def softmax_pullback(weights: Array, total: Array, dweights: Array) -> None:
+    """Normalize the weights and turn their gradients into those of the scores."""
+    for r in range(len(weights)):
+        inverse = 1 / total[r] if total[r] != 0 else total[r]
+        mean = weights.dtype.type(0)
+        for j in range(weights.shape[1]):
+            # A hidden weight is 0, but its gradient and the factor may be NaN.
+            if weights[r, j] == 0:
+                dweights[r, j] = 0
+            else:
+                weights[r, j] *= inverse
+            mean += weights[r, j] * dweights[r, j]
+        for j in range(weights.shape[1]):
+            slope = weights[r, j] * (dweights[r, j] - mean)
+            dweights[r, j] = 0 if weights[r, j] == 0 else slope
+
+
+def head(x: Any, b: Any, h: Any, stop: Any) -> Any:
+    """The first rows of a head as a contiguous array; a view, if the layout of ``x`` allows."""
+
+
+def is_visible(mask: Any) -> Any:
+    """Whether a mask's entry lets a query see a key; compiled by its dtype."""
+
+
+def masked(score: Any, mask: Any) -> Any:
+    """The score of a visible key; compiled by the mask's dtype."""
+
+
+def exp(x: Any) -> Any:
+    """The exponential function; the one for float32 is such that LLVM vectorizes a loop of it."""
+
+
+@overload(head)
+def overload_head(x: Any, b: Any, h: Any, stop: Any) -> Callable:
+    def view_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
+        return x[b, h, :stop]
+
+    def copy_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
+        rows = np.empty((stop, x.shape[3]), x.dtype)
+        for j in range(stop):
+            for d in range(x.shape[3]):
+                rows[j, d] = x[b, h, j, d]
+        return rows
+
+    return view_head if x.layout == "C" else copy_head
+
+
+@overload(is_visible)
+def overload_is_visible(mask: Any) -> Callable:
+    def is_true(mask: Any) -> Any:
+        return mask
+
+    def is_above_minus_infinity(mask: Any) -> Any:
+        return mask > -np.inf
+
+    return is_true if isinstance(mask, types.Boolean) else is_above_minus_infinity
+
+
+@overload(masked)
+def overload_masked(score: Any, mask: Any) -> Callable:
+    def keep(score: Any, mask: Any) -> Any:
+        return score
+
+    def add(score: Any, mask: Any) -> Any:
+        return score + mask
+
+    return keep if isinstance(mask, types.Boolean) else add
+
+
+LOG_2 = log(2)
+LOG_2_HIGH = np.float32(355 / 512)
+LOG_2_LOW = np.float32(LOG_2 - 355 / 512)
+INVERSE_LOG_2 = np.float32(1 / LOG_2)
+LOWEST = np.float32(-87)
+C2, C3, C4, C5, C6, C7 = (np.float32(1 / factorial(i)) for i in range(2, 8))
+
+
+@overload(exp, jit_options={"fastmath": {"contract", "nsz"}})
+def overload_exp(x: Any) -> Callable:
+    def exp_float64(x: Any) -> Any:
+        return np.exp(x)
+
+    def exp_float32(x: Any) -> Any:
+        one, half = np.float32(1), np.float32(0.5)
+        n = np.floor(max(x, LOWEST) * INVERSE_LOG_2 + half)
+        r = (max(x, LOWEST) - n * LOG_2_HIGH) - n * LOG_2_LOW
+        tail = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * C7))))
+        power_of_2 = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+        y = (one + (r + r * r * tail)) * power_of_2
+        return np.float32(0) if x < LOWEST else y
+
+    return exp_float32 if x == types.float32 else exp_float64

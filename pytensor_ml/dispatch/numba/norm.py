@@ -1,0 +1,257 @@
+"""Numba kernels of the norms.
+
+The loops work on matrices of rows, so that they are compiled once a dtype whatever the rank.
+"""
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytensor.tensor as pt
+from pytensor.graph.basic import Apply
+from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
+
+from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.layers.norm import (
+    LayerNormLayer,
+    LayerNormPullback,
+    PreciseSum,
+    RMSNormLayer,
+    RMSNormPullback,
+    ZeroCenteredRMSNormLayer,
+)
+
+Array = np.ndarray
+
+
+@register_kernel(PreciseSum)
+def numba_funcify_precise_sum(op: PreciseSum, node: Apply, **kwargs: Any) -> Any:
+    x = node.inputs[0]
+    total = pt.sum(x, axis=op.axes, dtype=x.type.dtype, acc_dtype="float64").owner
+    return numba_funcify_and_cache_key(total.op, node=total, **kwargs)
+
+
+@register_kernel(RMSNormLayer)
+@register_kernel(ZeroCenteredRMSNormLayer)
+def numba_funcify_rms_norm(
+    op: RMSNormLayer | ZeroCenteredRMSNormLayer, node: Apply, **kwargs: Any
+) -> tuple[Callable, str]:
+    epsilon = op.epsilon
+    offset = int(isinstance(op, ZeroCenteredRMSNormLayer))
+
+    if len(node.inputs) == 1:
+
+        @numba_njit
+        def rms_norm(x: Array) -> Array:
+            return rms_norm_rows(rows_of(x), ones(x), epsilon).reshape(x.shape)
+
+    else:
+
+        @numba_njit
+        def rms_norm(x: Array, parameter: Array) -> Array:
+            factor = multiplier(x, parameter, offset)
+            return rms_norm_rows(rows_of(x), factor, epsilon).reshape(x.shape)
+
+    return rms_norm, cache_key(op, node)
+
+
+@register_kernel(RMSNormPullback)
+def numba_funcify_rms_norm_pullback(
+    op: RMSNormPullback, node: Apply, **kwargs: Any
+) -> tuple[Callable, str]:
+    epsilon, offset = op.epsilon, op.offset
+
+    if len(node.inputs) == 2:
+
+        @numba_njit
+        def rms_norm_pullback(x: Array, dy: Array) -> Any:
+            dx, _ = rms_norm_pullback_rows(rows_of(x), rows_of(dy), ones(x), epsilon)
+            return dx.reshape(x.shape)
+
+    else:
+
+        @numba_njit
+        def rms_norm_pullback(x: Array, dy: Array, parameter: Array) -> Any:
+            factor = multiplier(x, parameter, offset)
+            dx, dfactor = rms_norm_pullback_rows(rows_of(x), rows_of(dy), factor, epsilon)
+            return dx.reshape(x.shape), dfactor.astype(parameter.dtype)
+
+    return rms_norm_pullback, cache_key(op, node)
+
+
+@register_kernel(LayerNormLayer)
+def numba_funcify_layer_norm(
+    op: LayerNormLayer, node: Apply, **kwargs: Any
+) -> tuple[Callable, str]:
+    epsilon = op.epsilon
+
+    if len(node.inputs) == 1:
+
+        @numba_njit
+        def layer_norm(x: Array) -> Array:
+            scale = ones(x)
+            return layer_norm_rows(rows_of(x), scale - scale, scale, epsilon).reshape(x.shape)
+
+    else:
+
+        @numba_njit
+        def layer_norm(x: Array, loc: Array, scale: Array) -> Array:
+            loc, scale = multiplier(x, loc, 0), multiplier(x, scale, 0)
+            return layer_norm_rows(rows_of(x), loc, scale, epsilon).reshape(x.shape)
+
+    return layer_norm, cache_key(op, node)
+
+
+@register_kernel(LayerNormPullback)
+def numba_funcify_layer_norm_pullback(
+    op: LayerNormPullback, node: Apply, **kwargs: Any
+) -> tuple[Callable, str]:
+    epsilon = op.epsilon
+
+    if len(node.inputs) == 2:
+
+        @numba_njit
+        def layer_norm_pullback(x: Array, dy: Array) -> Any:
+            dx, _, _ = layer_norm_pullback_rows(rows_of(x), rows_of(dy), ones(x), epsilon)
+            return dx.reshape(x.shape)
+
+    else:
+
+        @numba_njit
+        def layer_norm_pullback(x: Array, dy: Array, loc: Array, scale: Array) -> Any:
+            factor = multiplier(x, scale, 0)
+            dx, dloc, dscale = layer_norm_pullback_rows(rows_of(x), rows_of(dy), factor, epsilon)
+            return dx.reshape(x.shape), dloc.astype(loc.dtype), dscale.astype(scale.dtype)
+
+    return layer_norm_pullback, cache_key(op, node)
+
+
+def cache_key(op: Any, node: Apply) -> str:
+    """Return a key made of what the kernels read, which the width is not."""
+    version = 1
+    offset = getattr(op, "offset", None)
+    read = (type(op), op.epsilon, offset, len(node.inputs), version)
+    return sha256(str(read).encode()).hexdigest()
+
+
+@numba_njit
+def rows_of(x: Array) -> Array:
+    return np.ascontiguousarray(x).reshape((x.size // x.shape[-1], x.shape[-1]))
+
+
+@numba_njit
+def ones(x: Array) -> Array:
+    return np.ones(x.shape[-1], x.dtype)
+
+
+@numba_njit
+def multiplier(x: Array, parameter: Array, offset: int) -> Array:
+    """Return ``offset + parameter`` in the dtype of ``x``."""
+    if len(parameter) != x.shape[-1]:
+        raise ValueError("A norm got an input whose last axis is not as wide as its parameter.")
+    made = np.empty(len(parameter), x.dtype)
+    for i in range(len(made)):
+        made[i] = x.dtype.type(offset) + x.dtype.type(parameter[i])
+    return made
+
+
+@numba_njit
+def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
+    rows, n = x.shape
+    y = np.empty_like(x)
+    for row in range(rows):
+        xx = 0.0
+        for i in range(n):
+            xx += np.float64(x[row, i]) * np.float64(x[row, i])
+        r = x.dtype.type(1 / np.sqrt(xx / n + epsilon))
+        for i in range(n):
+            y[row, i] = x[row, i] * r * scale[i]
+    return y
+
+
+@numba_njit
+def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
+    rows, n = x.shape
+    if dy.shape != x.shape:
+        raise ValueError("A norm got a gradient of another shape than its input.")
+    dx = np.empty_like(x)
+    dscale = np.zeros(n)
+    for row in range(rows):
+        xx = 0.0
+        gx = 0.0
+        for i in range(n):
+            xx += np.float64(x[row, i]) * np.float64(x[row, i])
+            gx += np.float64(dy[row, i] * scale[i]) * np.float64(x[row, i])
+        rms = np.sqrt(xx / n + epsilon)
+        r = x.dtype.type(1 / rms)
+        mean = x.dtype.type(gx / rms / n)
+        for i in range(n):
+            normalized = x[row, i] * r
+            dscale[i] += dy[row, i] * normalized
+            dx[row, i] = r * (dy[row, i] * scale[i] - normalized * mean)
+    return dx, dscale
+
+
+@numba_njit
+def center(x: Array, centered: Array) -> None:
+    """Fill ``centered`` with a row minus its mean, then minus the mean of what rounding left."""
+    total = 0.0
+    for i in range(len(x)):
+        total += np.float64(x[i])
+    mean = total / len(x)
+    total = 0.0
+    for i in range(len(x)):
+        centered[i] = np.float64(x[i]) - mean
+        total += centered[i]
+    rest = total / len(x)
+    # A loop of its own, as fastmath would join the two means into one that is rounded.
+    for i in range(len(x)):
+        centered[i] -= rest
+
+
+@numba_njit
+def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array:
+    rows, n = x.shape
+    y = np.empty_like(x)
+    d = np.empty(n)
+    for row in range(rows):
+        center(x[row], d)
+        dd = 0.0
+        for i in range(n):
+            dd += d[i] * d[i]
+        r = 1 / np.sqrt(dd / n + epsilon)
+        for i in range(n):
+            y[row, i] = x.dtype.type(d[i] * r) * scale[i] + loc[i]
+    return y
+
+
+@numba_njit
+def layer_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
+    rows, n = x.shape
+    if dy.shape != x.shape:
+        raise ValueError("A norm got a gradient of another shape than its input.")
+    dx = np.empty_like(x)
+    dloc = np.zeros(n)
+    dscale = np.zeros(n)
+    d = np.empty(n)
+    for row in range(rows):
+        center(x[row], d)
+        dd = 0.0
+        g_sum = 0.0
+        gd = 0.0
+        for i in range(n):
+            g = np.float64(dy[row, i] * scale[i])
+            dd += d[i] * d[i]
+            g_sum += g
+            gd += g * d[i]
+        r = 1 / np.sqrt(dd / n + epsilon)
+        root = x.dtype.type(r)
+        g_mean = x.dtype.type(g_sum / n)
+        gd_mean = x.dtype.type(gd * r / n)
+        for i in range(n):
+            normalized = x.dtype.type(d[i] * r)
+            dloc[i] += dy[row, i]
+            dscale[i] += dy[row, i] * normalized
+            dx[row, i] = root * (dy[row, i] * scale[i] - g_mean - normalized * gd_mean)
+    return dx, dloc, dscale

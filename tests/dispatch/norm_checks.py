@@ -1,0 +1,59 @@
+"""What the kernels of the norms must do on every backend that has them."""
+
+import numpy as np
+import pytensor
+import pytensor.tensor as pt
+from helpers import assert_close
+
+from pytensor_ml.layers.norm import LayerNorm, PreciseSum, RMSNorm, ZeroCenteredRMSNorm
+
+# Neither a multiple of the lanes that the kernels add in, nor smaller than one of them.
+WIDTH = 77
+
+
+def norms_and_gradients():
+    """Inputs X and dY, and every output of every norm and of its pullback."""
+    rng = np.random.default_rng(11)
+    x, dy = (pt.tensor(name, shape=(None, WIDTH), dtype="float32") for name in ("x", "dy"))
+    outputs = []
+    for layer in (RMSNorm(n_in=WIDTH), ZeroCenteredRMSNorm(n_in=WIDTH), LayerNorm(n_in=WIDTH)):
+        parameters = [getattr(layer, name, None) for name in ("loc", "scale", "weight")]
+        parameters = [parameter for parameter in parameters if parameter is not None]
+        for parameter in parameters:
+            parameter.set_value(rng.uniform(0.5, 2, WIDTH).astype(parameter.type.dtype))
+        y = layer(x)
+        gradients = pt.grad(None, [x, *parameters], known_grads={y: dy})
+        outputs += [y, *gradients]
+    return x, dy, outputs
+
+
+def check_kernels_stand_in_for_inner_graphs():
+    """Ops whose inner graphs were replaced by zeros give what the real ones give in NumPy."""
+    x, dy, outputs = norms_and_gradients()
+    emptied = []
+    for node in dict.fromkeys(output.owner for output in outputs):
+        inner = node.op.fgraph.unfreeze()
+        inner.replace_all([(out, pt.zeros_like(out)) for out in inner.outputs], import_missing=True)
+        zeros = node.op.clone_with_inner_graph(inner).make_node(*node.inputs).outputs
+        emptied += [zeros[output.index or 0] for output in outputs if output.owner is node]
+    run = pytensor.function([x, dy], emptied)
+    run_inner_graphs = pytensor.function([x, dy], outputs, mode="FAST_COMPILE")
+
+    plain, spoiled = np.random.default_rng(12).normal(2, 1, (2, 37, WIDTH)).astype("float32")
+    spoiled[2, 3] = np.nan
+    empty = np.zeros((0, WIDTH), "float32")
+    strided = np.repeat(plain, 2, axis=1)[::-1, ::2]
+    for pair in [(plain, plain * plain), (strided, strided), (empty, empty), (spoiled, plain)]:
+        for result, right in zip(run(*pair), run_inner_graphs(*pair), strict=True):
+            np.testing.assert_array_equal(np.isnan(result), np.isnan(right))
+            assert_close(np.nan_to_num(result), np.nan_to_num(right))
+
+
+def check_precise_sum_runs_as_a_kernel():
+    """A serial float32 sum loses every small term."""
+    terms = np.full((3, 4096), 0.999 * 2.0**-24, "float32")
+    terms[:, 0] = 1
+    x = pt.tensor("x", shape=(None, None), dtype="float32")
+    run = pytensor.function([x], [PreciseSum(axes=(1,))(x), PreciseSum(axes=(0,))(x)])
+    assert_close(run(terms)[0], terms.astype("float64").sum(1), 1e-6)
+    assert_close(run(terms.T)[1], terms.astype("float64").sum(1), 1e-6)
