@@ -116,5 +116,5 @@ def test_a_capacity_beyond_the_model_is_refused(decoder):
         norm=RMSNorm("norm", n_in=4),
         max_positions=32,
     )
-    with pytest.raises(ValueError, match="capacity of 33 tokens.*1 to 32"):
+    with pytest.raises(ValueError, match=r"capacity of 33 tokens.*1 to 32"):
         Decoder(model, capacity=33)

@@ -3,9 +3,16 @@
 import numpy as np
 import pytensor
 import pytensor.tensor as pt
+import pytest
 from helpers import assert_close
 
-from pytensor_ml.layers.norm import LayerNorm, PreciseSum, RMSNorm, ZeroCenteredRMSNorm
+from pytensor_ml.layers.norm import (
+    LayerNorm,
+    PreciseSum,
+    RMSNorm,
+    RMSNormPullback,
+    ZeroCenteredRMSNorm,
+)
 
 # Neither a multiple of the lanes that the kernels add in, nor smaller than one of them.
 WIDTH = 77
@@ -47,6 +54,18 @@ def check_kernels_stand_in_for_inner_graphs():
         for result, right in zip(run(*pair), run_inner_graphs(*pair), strict=True):
             np.testing.assert_array_equal(np.isnan(result), np.isnan(right))
             assert_close(np.nan_to_num(result), np.nan_to_num(right))
+
+
+def check_kernels_refuse_unequal_shapes():
+    """A kernel must not read past the end of its inputs."""
+    x, dy, scale = (pt.tensor(shape=(None,) * rank, dtype="float32") for rank in (2, 2, 1))
+    op = RMSNormPullback(n_in=WIDTH, epsilon=1e-6, offset=0)
+    run = pytensor.function([x, dy, scale], op(x, dy, scale))
+    values = [np.ones(shape, "float32") for shape in [(2, WIDTH), (1, WIDTH), (WIDTH - 1,)]]
+    with pytest.raises(ValueError, match="wide"):
+        run(values[0], values[0], values[2])
+    with pytest.raises(ValueError, match="another shape"):
+        run(values[0], values[1], values[0][0])
 
 
 def check_precise_sum_runs_as_a_kernel():

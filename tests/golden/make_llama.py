@@ -1,6 +1,7 @@
 """Make the golden data of the Llama family with transformers and torch.
 
-    python -m venv .golden && .golden/bin/pip install torch==2.13.0 transformers==5.24.0 accelerate gguf
+    python -m venv .golden
+    .golden/bin/pip install torch==2.13.0 transformers==5.24.0 accelerate gguf
     .golden/bin/python tests/golden/make_llama.py llama_gqa OUT
     .golden/bin/python tests/golden/make_llama.py smollm2 OUT --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
