@@ -370,7 +370,8 @@ class RotaryTable(UnaryLayerOp):
     scaling: ScalingProp
     dtype: str
 
-    def build_inner_graph(self, position_ids: TensorVariable) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        (position_ids,) = inputs
         positions = _widen(position_ids)
         numbers = dict(self.scaling)
         if numbers["rope_type"] == "dynamic":
@@ -413,7 +414,8 @@ class IntegerRotaryTable(UnaryLayerOp):
     base: float
     table_size: int
 
-    def build_inner_graph(self, position_ids: TensorVariable) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        (position_ids,) = inputs
         theta = integer_rotary_theta(self.dim, self.effective_dim, self.base)
         digits = _digits(
             _widen(position_ids),
@@ -433,9 +435,8 @@ class SymbolicRotaryTable(BinaryLayerOp):
     scaling: ScalingProp
     dtype: str
 
-    def build_inner_graph(
-        self, position_ids: TensorVariable, pair_ids: TensorVariable
-    ) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        position_ids, pair_ids = inputs
         numbers = dict(self.scaling)
         pairs = pair_ids.astype(self.dtype)
         exponents = pairs / pair_ids.shape[0].astype(self.dtype)
@@ -458,7 +459,8 @@ class ApplyRotary(BinaryLayerOp):
     pairing: str
     inverse: bool
 
-    def build_inner_graph(self, x: TensorVariable, table: TensorVariable) -> list[TensorVariable]:
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        x, table = inputs
         dtype = np.result_type(x.type.dtype, table.type.dtype, "float32").name
         head_axes = x.type.ndim - (table.type.ndim - 1)
         sequence_axis = table.type.ndim - 3
@@ -494,6 +496,9 @@ class ApplyRotary(BinaryLayerOp):
         x, table = self.input_types
         leading = [*zip(x.shape, table.shape[:-3], strict=False), (x.shape[-2], table.shape[-3])]
         return all(of_table != 1 or of_x == 1 for of_x, of_table in leading)
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[Any]:
+        return [shapes[0]]
 
     def connection_pattern(self, node: Apply) -> list[list[bool]]:
         return [[True], [False]]

@@ -35,18 +35,15 @@ def normal(*shape, dtype="float32"):
     return np.random.default_rng(shape).normal(size=shape).astype(dtype)
 
 
-def laid_out_by_token(*shape, dtype="float32"):
-    """Values of shape (batch, heads, tokens, width) as the projections leave them in memory."""
-    n_batch, n_heads, n_tokens, width = shape
-    return normal(n_batch, n_tokens, n_heads, width, dtype=dtype).swapaxes(1, 2)
+def by_token_tensors(dtype, **heads):
+    """Inputs of shape (batch, tokens, heads, width), which leaves heads scattered in memory."""
+    return [pt.tensor(name, shape=(None, None, n, None), dtype=dtype) for name, n in heads.items()]
 
 
 def check_attention(dtype="float32"):
     """Kernels give, for any shape and layout, what the inner graph and its gradient give."""
-    q, k, v, g = (
-        pt.tensor(name, shape=(None, heads, None, None), dtype=dtype)
-        for name, heads in (("q", 4), ("k", 2), ("v", 2), ("g", 4))
-    )
+    by_token = by_token_tensors(dtype, q=4, k=2, v=2, g=4)
+    q, k, v, g = (x.swapaxes(1, 2) for x in by_token)
     mask = pt.tensor("mask", shape=(None, 1, None, None), dtype="bool")
     bias = pt.tensor("bias", shape=(1, 1, None, None), dtype=dtype)
     outputs = []
@@ -54,56 +51,62 @@ def check_attention(dtype="float32"):
         y = scaled_dot_product_attention(q, k, v, **options)
         wrt = [q, k, v] if options["mask"] is mask else [q, k, v, bias]
         outputs += [y, *pt.grad(None, wrt, known_grads={y: g})]
-    inputs = [q, k, v, g, mask, bias]
+    inputs = [*by_token, mask, bias]
     run = pytensor.function(inputs, emptied(outputs))
     run_inner_graphs = in_python(inputs, outputs)
 
-    spoiled = [normal(2, *shape, dtype=dtype) for shape in ((4, 3, 8), (2, 4, 8), (2, 4, 6))]
-    spoiled[1][0, 0, 2, 1] = np.nan
-    cases = [spoiled]
-    for make, n_batch, n_queries, n_keys, width, v_width in [
-        (normal, 1, 1, 1, 8, 8),
-        (laid_out_by_token, 2, 3, 37, 19, 5),
-        (laid_out_by_token, 2, 40, 20, 1, 1),
+    for n_batch, n_queries, n_keys, width, v_width, is_spoiled in [
+        (2, 3, 4, 8, 6, True),
+        (1, 1, 1, 8, 8, False),
+        (2, 3, 37, 19, 5, False),
+        (2, 40, 20, 1, 1, False),
     ]:
-        shapes = ((4, n_queries, width), (2, n_keys, width), (2, n_keys, v_width))
-        cases.append([make(n_batch, *shape, dtype=dtype) for shape in shapes])
-    for q, k, v in cases:
-        g = laid_out_by_token(*q.shape[:3], v.shape[3], dtype=dtype)
-        mask = normal(len(q), 1, q.shape[2], k.shape[2]) > -0.5
-        # The key that is spoiled is seen by every query.
-        mask[..., 2:3] = True
-        bias = normal(1, 1, q.shape[2], k.shape[2], dtype=dtype)
+        q, k, v, g = (
+            normal(n_batch, *shape, dtype=dtype)
+            for shape in (
+                (n_queries, 4, width),
+                (n_keys, 2, width),
+                (n_keys, 2, v_width),
+                (n_queries, 4, v_width),
+            )
+        )
+        mask = normal(n_batch, 1, n_queries, n_keys) > -0.5
+        bias = normal(1, 1, n_queries, n_keys, dtype=dtype)
         bias[:, :, 0, 0] = -np.inf
+        if is_spoiled:
+            k[0, 2, 0, 1] = np.nan
+            mask[..., 2] = True
         values = [q, k, v, g, mask, bias]
-        for result, right in zip(run(*values), run_inner_graphs(*values), strict=True):
+        *results, dbias = run(*values)
+        *expected, right_dbias = run_inner_graphs(*values)
+        for result, right in zip(results, expected, strict=True):
             assert_same(result, right)
+        # On MLX, a NaN reaches the gradient of hidden entries as well.
+        assert_same(np.asarray(dbias)[bias > -np.inf], right_dbias[bias > -np.inf])
     no_rows = [*(x[:0] for x in values[:-1]), bias]
     assert run(*no_rows)[0].shape == (0, 4, 40, 1)
 
 
 def check_cached_attention(dtype="float32", capacity=10):
     """The kernel gives, for any number of tokens in the cache, what the inner graph gives."""
-    q, k, v, keys, values = (
-        pt.tensor(name, shape=(None, heads, None, None), dtype=dtype)
-        for name, heads in (("q", 4), ("k", 2), ("v", 2), ("keys", 2), ("values", 2))
+    by_token = by_token_tensors(dtype, q=4, k=2, v=2)
+    q, k, v = (x.swapaxes(1, 2) for x in by_token)
+    cache = KVCache(
+        pt.tensor("keys", shape=(None, 2, None, None), dtype=dtype),
+        pt.tensor("values", shape=(None, 2, None, None), dtype=dtype),
+        pt.iscalar("length"),
+        pt.ivector("start"),
     )
-    cache = KVCache(keys, values, pt.iscalar("length"), pt.ivector("start"))
     y = cached_attention(q, k, v, cache, scale=SCALE, window=6)
-    run = pytensor.function([q, k, v, *cache], emptied([y]))
-    run_inner_graph = in_python([q, k, v, *cache], [y])
-    for make, n_batch, n_new, length, start in [
-        (normal, 2, 1, 0, (0, 0)),
-        (laid_out_by_token, 2, 1, capacity, (0, 3)),
-        (laid_out_by_token, 2, 30, 9, (0, 12)),
-    ]:
-        new = [(4, n_new, 19), (2, n_new, 19), (2, n_new, 5)]
-        arguments = [make(n_batch, *shape, dtype=dtype) for shape in new]
-        for width in (19, 5):
-            arguments.append(normal(n_batch, 2, capacity, width, dtype=dtype))
-        arguments += [np.int32(length), np.array(start, "int32")]
-        assert_same(run(*arguments)[0], run_inner_graph(*arguments)[0])
-    no_rows = [x[:0] if x.ndim else x for x in arguments]
+    run = pytensor.function([*by_token, *cache], emptied([y]))
+    run_inner_graph = in_python([*by_token, *cache], [y])
+    for n_new, length, start in [(1, 0, (0, 0)), (1, capacity, (0, 3)), (30, 9, (0, 12))]:
+        new = [(n_new, 4, 19), (n_new, 2, 19), (n_new, 2, 5)]
+        old = [(2, capacity, 19), (2, capacity, 5)]
+        values = [normal(2, *shape, dtype=dtype) for shape in (*new, *old)]
+        values += [np.int32(length), np.array(start, "int32")]
+        assert_same(run(*values)[0], run_inner_graph(*values)[0])
+    no_rows = [x[:0] if x.ndim else x for x in values]
     assert run(*no_rows)[0].shape == (0, 4, 30, 5)
 
 

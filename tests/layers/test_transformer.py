@@ -161,7 +161,7 @@ def test_a_block_keeps_the_static_shape_it_is_given(shape):
 def test_a_layer_that_forgets_a_static_length_leaves_blocks_equal():
     class Forgetful(Layer):
         def __call__(self, x):
-            return pt.concatenate([x[:0], x])
+            return x[pt.arange(x.shape[0])]
 
     blocks = [decoder_block(f"b{i}") for i in range(2)]
     for block in blocks:

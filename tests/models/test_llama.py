@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytensor
+import pytensor.tensor as pt
 import pytest
 from pytensor.graph.traversal import applys_between
 
 from pytensor_ml.base import BlockOp
 from pytensor_ml.generation import Decoder, generate
-from pytensor_ml.layers import Input
-from pytensor_ml.models import Tokenizer, load_causal_lm
+from pytensor_ml.layers import Embedding, Input, KVCache
+from pytensor_ml.models import CausalLM, Tokenizer, load_causal_lm
 from pytensor_ml.pytensorf import collect_trainable_params, function
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -51,6 +52,33 @@ def test_padded_batch_matches_transformers_and_the_row_alone(tiny, tiny_logits):
     np.testing.assert_allclose(padded[real], expected["logits_padded"][real], atol=1e-4)
     alone = tiny_logits(ids[:1, 4:], np.ones((1, 9), bool))
     np.testing.assert_allclose(padded[:1, 4:], alone, atol=1e-5)
+
+
+def test_positions_count_from_the_first_real_token():
+    """A rotation by relative positions cannot tell; scaling by length and other tables can."""
+
+    class ShowPositions:
+        def __call__(self, x, positions, mask):
+            return positions[..., None] + x[..., :0].sum(axis=-1, keepdims=True), []
+
+        def extend(self, x, positions, caches):
+            return self(x, positions, None)
+
+    model = CausalLM(
+        embedding=Embedding("tokens", n_embeddings=3, n_features=2),
+        stack=ShowPositions(),
+        norm=lambda hidden: hidden,
+        head=lambda hidden: hidden,
+        max_positions=8,
+    )
+    ids = pt.constant(np.ones((2, 3), "int64"))
+    valid = pt.constant([[False, True, True], [True, True, True]])
+    cache = KVCache(None, None, pt.constant(np.int64(4)), pt.constant(np.array([1, 0])))
+    whole, [last, *_] = model(ids, valid), model.extend(ids, [cache])
+    seen, last = function([], [whole[..., 0], last[..., 0]])()
+    np.testing.assert_array_equal(seen[0][1:], [0, 1])
+    np.testing.assert_array_equal(seen[1], [0, 1, 2])
+    np.testing.assert_array_equal(last, [5, 6])
 
 
 def test_prefill_of_a_padded_batch_matches_transformers(tiny, tiny_decoder):

@@ -242,20 +242,17 @@ bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale
     return true;
 }
 
-// A row minus its mean, and then minus the mean of what rounding left.
+// Fills `d` with a row minus its mean, and then minus the mean of what rounding left.
 template <typename T>
-struct Centered {
-    const T* x;
-    double mean, rest;
-    Centered(const T* x, npy_intp n) : x(x), rest(0) {
-        double total[1];
-        sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i]; });
-        mean = total[0] / n;
-        sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i] - mean; });
-        rest = total[0] / n;
-    }
-    double operator[](npy_intp i) const { return x[i] - mean - rest; }
-};
+inline void center(const T* x, double* __restrict__ d, npy_intp n) {
+    double total[1];
+    sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i]; });
+    const double mean = total[0] / n;
+    for (npy_intp i = 0; i < n; ++i) d[i] = x[i] - mean;
+    sum(n, total, [&](npy_intp i, double* t) { t[0] = d[i]; });
+    const double rest = total[0] / n;
+    for (npy_intp i = 0; i < n; ++i) d[i] -= rest;
+}
 
 template <typename T>
 bool layer_norm(PyArrayObject* X, PyArrayObject* Loc, PyArrayObject* Scale, PyArrayObject*& Y,
@@ -267,8 +264,10 @@ bool layer_norm(PyArrayObject* X, PyArrayObject* Loc, PyArrayObject* Scale, PyAr
     const npy_intp n = width(X);
     const T *x = x_values.data(), *loc = loc_values.data(), *scale = scale_values.data();
     T* __restrict__ y = (T*)PyArray_DATA(Y);
+    std::vector<double> centered(n);
+    double* d = centered.data();
     for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
-        const Centered<T> d(x, n);
+        center(x, d, n);
         double dd[1];
         sum(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
         const double r = 1 / std::sqrt(dd[0] / n + epsilon);
@@ -292,9 +291,11 @@ bool layer_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Loc
     ColumnSum<T> by_loc(n), by_scale(n);
     T* __restrict__ dloc = by_loc.recent.data();
     T* __restrict__ dscale = by_scale.recent.data();
+    std::vector<double> centered(n);
+    double* d = centered.data();
     npy_intp row = 0;
     for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
-        const Centered<T> d(x, n);
+        center(x, d, n);
         double sums[3];
         sum(n, sums, [&](npy_intp i, double* t) {
             const double g = dy[i] * scale[i];

@@ -1,21 +1,21 @@
 """Numba kernels of rotary embeddings."""
 
-from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from pytensor.graph.basic import Apply
-from pytensor.link.numba.dispatch.basic import numba_njit, register_funcify_and_cache_key
+from pytensor.link.numba.dispatch.basic import numba_njit
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
-from pytensor_ml.dispatch.numba.basic import refuse_float16
+from pytensor_ml.dispatch.numba.basic import register_kernel
 from pytensor_ml.layers.positional import ApplyRotary
 
+Array = np.ndarray
 
-@register_funcify_and_cache_key(ApplyRotary)
-def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> tuple[Callable, str]:
-    refuse_float16(op, node)
+
+@register_kernel(ApplyRotary)
+def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> Any:
     if not op.has_aligned_table:
         return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     x, table = node.inputs
@@ -25,7 +25,7 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> t
     rotate_rows = rotate_halves if op.pairing == "half" else rotate_neighbors
 
     @numba_njit
-    def apply_rotary(x, table):
+    def apply_rotary(x: Array, table: Array) -> Array:
         n_steps, n_channels = x.shape[-2:]
         n_batch, n_heads = 1, 1
         for axis in range(n_batch_axes):
@@ -55,7 +55,7 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> t
 
 
 @numba_njit
-def rotate_halves(x, cos, sin, y):
+def rotate_halves(x: Array, cos: Array, sin: Array, y: Array) -> None:
     n_steps, n_pairs = cos.shape
     for s in range(n_steps):
         for i in range(n_pairs):
@@ -67,7 +67,7 @@ def rotate_halves(x, cos, sin, y):
 
 
 @numba_njit
-def rotate_neighbors(x, cos, sin, y):
+def rotate_neighbors(x: Array, cos: Array, sin: Array, y: Array) -> None:
     n_steps, n_pairs = cos.shape
     for s in range(n_steps):
         for i in range(n_pairs):
