@@ -427,6 +427,10 @@ def divide_by_rms(
 
 
 def center(x: TensorVariable, n: int) -> TensorVariable:
-    """Subtract the mean of the last axis, and then the mean of what rounding left."""
-    x = x - row_mean(x, n)
+    """Subtract the mean of the last axis, of width ``n``.
+
+    The first entry goes first: the mean of a row far from zero is rounded by more than the row
+    varies, and differently where a compiler contracts it with the subtraction.
+    """
+    x = x - x[..., :1]
     return x - row_mean(x, n)

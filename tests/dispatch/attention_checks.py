@@ -81,8 +81,9 @@ def check_attention(dtype="float32"):
         *expected, right_dbias = run_inner_graphs(*values)
         for result, right in zip(results, expected, strict=True):
             assert_same(result, right)
-        # On MLX, a NaN reaches the gradient of hidden entries as well.
-        assert_same(np.asarray(dbias)[bias > -np.inf], right_dbias[bias > -np.inf])
+        # A NaN in one batch row may reach all of what the rows share.
+        if not is_spoiled:
+            assert_same(dbias, right_dbias)
     no_rows = [*(x[:0] for x in values[:-1]), bias]
     assert run(*no_rows)[0].shape == (0, 4, 40, 1)
 

@@ -9,10 +9,12 @@ import pytensor.tensor as pt
 import pytest
 from helpers import assert_close
 from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.traversal import applys_between
 from references import attention as reference
 from references import positional
 
 from pytensor_ml.layers.attention import (
+    AttentionLayer,
     CausalSelfAttention,
     KVCache,
     MultiheadAttention,
@@ -273,40 +275,27 @@ def test_padding_on_the_left_has_no_influence(cached):
 
 
 def test_multihead_attention():
-    """Grouped heads of a width of their own, rotary positions, and each source of keys."""
+    """Grouped heads of a width of their own, rotary positions, and either source of keys."""
     n_tokens, positions = 5, np.arange(100, 105)
     x, kv = tensors(x=(2, n_tokens, 12), kv=(2, n_tokens, 10))
     rope = rotary_table(pt.constant(positions), rotary_dim=4, base=50.0)
-    options = {"n_embd": 12, "n_head": 4, "n_kv_head": 2}
-    layers = [
-        (MultiheadAttention(**options, head_dim=6, kv_dim=10), kv, rope, False),
-        (
-            MultiheadAttention(**options, head_dim=6, fused_qkv=True, pairing="adjacent"),
-            None,
-            rope,
-            False,
-        ),
-        (CausalSelfAttention(**options), None, None, True),
-    ]
-    outputs = []
-    for layer, keys_from, table, _ in layers:
-        for seed, linear in enumerate(linears_of(layer)):
-            linear.W.set_value(normal(*linear.W.get_value().shape, seed=seed) / 4)
-            linear.b.set_value(normal(*linear.b.get_value().shape, seed=seed))
-        outputs.append(layer(x, keys_from, rope=table))
+    options = {"n_embd": 12, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
+    from_kv = MultiheadAttention(**options, kv_dim=10)
+    fused = MultiheadAttention(**options, fused_qkv=True, is_causal=True, pairing="adjacent")
+    for linear in (*linears_of(from_kv), *linears_of(fused)):
+        for parameter in (linear.W, linear.b):
+            parameter.set_value(normal(*parameter.get_value().shape) / 4)
     values = [normal(2, n_tokens, 12), normal(2, n_tokens, 10)]
-    for result, (layer, keys_from, table, is_causal) in zip(
-        pytensor.function([x, kv], outputs)(*values), layers, strict=True
-    ):
-        q, k, v = projected(layer, values[0], values[0] if keys_from is None else values[1])
-        if table is not None:
-            theta, _ = positional.frequencies("default", 4, 50.0)
-            q = positional.rotate(q, positions, theta, layer.pairing)
-            k = positional.rotate(k, positions, theta, layer.pairing)
-        heads = reference.attention(q, k, v, is_causal=is_causal)
+    results = pytensor.function([x, kv], [from_kv(x, kv, rope=rope), fused(x, rope=rope)])(*values)
+    theta, _ = positional.frequencies("default", 4, 50.0)
+    for result, layer, source in zip(results, (from_kv, fused), values[::-1], strict=True):
+        q, k, v = projected(layer, values[0], source)
+        q = positional.rotate(q, positions, theta, layer.pairing)
+        k = positional.rotate(k, positions, theta, layer.pairing)
+        heads = reference.attention(q, k, v, is_causal=layer.is_causal)
         joined = heads.swapaxes(1, 2).reshape(2, n_tokens, -1)
-        out = layer.out_proj
-        assert_close(result, joined @ out.W.get_value().astype("float64") + out.b.get_value())
+        W, b = (parameter.get_value() for parameter in (layer.out_proj.W, layer.out_proj.b))
+        assert_close(result, joined @ W.astype("float64") + b)
 
 
 def linears_of(layer):
@@ -329,16 +318,22 @@ def projected(layer, x, source):
     return heads
 
 
+def attention_op_of(layer):
+    (x,) = tensors(x=(1, 3, layer.out_proj.n_out))
+    nodes = applys_between([x], [layer(x)])
+    return next(node.op for node in nodes if isinstance(node.op, AttentionLayer))
+
+
 def test_head_width_does_not_follow_the_hidden_size():
     layer = MultiheadAttention(n_embd=2560, n_head=32, head_dim=128)
     assert layer.q_proj.W.type.shape == (2560, 4096)
-    x = pt.tensor("x", shape=(1, 3, 2560))
-    (attention,) = [
-        node.op
-        for node in pytensor.graph.traversal.applys_between([x], [layer(x)])
-        if hasattr(node.op, "softcap")
-    ]
-    assert attention.scale == 1 / math.sqrt(128)
+    assert attention_op_of(layer).scale == 1 / math.sqrt(128)
+
+
+def test_causal_self_attention_is_causal():
+    layer = CausalSelfAttention(n_embd=12, n_head=4, n_kv_head=2)
+    assert attention_op_of(layer).is_causal
+    assert layer.k_proj.W.type.shape == (12, 6)
 
 
 def test_no_float64():
@@ -355,7 +350,7 @@ def test_no_float64():
 
 
 def variables_of(outputs):
-    for node in pytensor.graph.traversal.applys_between([], outputs):
+    for node in applys_between([], outputs):
         yield from (*node.inputs, *node.outputs)
         if isinstance(node.op, OpFromGraph):
             yield from variables_of(node.op.inner_outputs)
