@@ -429,8 +429,9 @@ def divide_by_rms(
 def center(x: TensorVariable, n: int) -> TensorVariable:
     """Subtract the mean of the last axis, of width ``n``.
 
-    The first entry goes first: the mean of a row far from zero is rounded by more than the row
-    varies, and differently where a compiler contracts it with the subtraction.
+    What the row's range has nearest to zero goes first. The mean of a row far from zero is rounded
+    by more than the row varies, and differently where a compiler contracts it with a subtraction.
     """
-    x = x - x[..., :1]
+    lowest, highest = (bound(x, axis=-1, keepdims=True) for bound in (pt.min, pt.max))
+    x = x - pt.maximum(lowest, pt.minimum(highest, pt.constant(0, dtype=x.type.dtype)))
     return x - row_mean(x, n)

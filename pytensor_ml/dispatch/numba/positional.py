@@ -1,5 +1,7 @@
 """Numba kernels of rotary embeddings."""
 
+from collections.abc import Sequence
+from decimal import Decimal, localcontext
 from hashlib import sha256
 from typing import Any
 
@@ -9,9 +11,76 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.dispatch.numba.basic import register_kernel
-from pytensor_ml.layers.positional import ApplyRotary
+from pytensor_ml.layers.positional import (
+    POSITION_BITS,
+    ApplyRotary,
+    IntegerRotaryTable,
+    RotaryTable,
+    integer_rotary_theta,
+)
+from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 
 Array = np.ndarray
+
+LAST_POSITION = 2**POSITION_BITS - 1
+RADIANS = 2 * np.pi / 2.0**64
+
+
+@register_kernel(RotaryTable)
+def numba_funcify_rotary_table(op: RotaryTable, node: Apply, **kwargs: Any) -> Any:
+    if dict(op.scaling)["rope_type"] in ("dynamic", "longrope"):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    frequencies, attention_factor = scaled_frequencies(
+        rotary_dim=op.rotary_dim, base=op.base, scaling=op.scaling, length=1
+    )
+    return table_kernel(op, node, frequencies, float(attention_factor))
+
+
+@register_kernel(IntegerRotaryTable)
+def numba_funcify_integer_rotary_table(op: IntegerRotaryTable, node: Apply, **kwargs: Any) -> Any:
+    theta = integer_rotary_theta(op.dim, op.effective_dim, op.base)
+    return table_kernel(op, node, [Decimal(float(f)) for f in theta], 1.0)
+
+
+def table_kernel(
+    op: RotaryTable | IntegerRotaryTable,
+    node: Apply,
+    frequencies: Sequence[Decimal],
+    amplitude: float,
+) -> Any:
+    """Make the kernel of a table whose frequencies are known, in radians a position.
+
+    Turns are kept as fractions of 96 bits, whose products with a position wrap around as angles
+    do, so that no digits are needed.
+    """
+    with localcontext(prec=DIGITS):
+        turns = [int(f / TWO_PI % 1 * 2**96) for f in frequencies]
+    high = np.array([t >> 32 for t in turns], "uint64")
+    low = np.array([t & (2**32 - 1) for t in turns], "uint64")
+    dtype = np.dtype(node.outputs[0].type.dtype)
+
+    @numba_njit
+    def rotary_table(positions: Array) -> Array:
+        table = np.empty((positions.size, len(high), 2), dtype)
+        fill_table(np.ascontiguousarray(positions).reshape(-1), high, low, amplitude, table)
+        return table.reshape((*positions.shape, len(high), 2))
+
+    read = (turns, amplitude, dtype.name, node.inputs[0].type.ndim, 1)
+    return rotary_table, sha256(str((type(op), *read)).encode()).hexdigest()
+
+
+@numba_njit
+def fill_table(positions: Array, high: Array, low: Array, amplitude: float, table: Array) -> None:
+    for i in range(len(positions)):
+        position = np.int64(positions[i])
+        distance = np.uint64(abs(position))
+        sign = amplitude if position >= 0 else -amplitude
+        is_known = -LAST_POSITION - 1 <= position <= LAST_POSITION
+        for j in range(len(high)):
+            fraction = distance * high[j] + ((distance * low[j]) >> np.uint64(32))
+            angle = np.int64(fraction) * RADIANS if is_known else np.nan
+            table[i, j, 0] = amplitude * np.cos(angle)
+            table[i, j, 1] = sign * np.sin(angle)
 
 
 @register_kernel(ApplyRotary)
