@@ -17,13 +17,25 @@ def _constant_like(value: float, x: TensorVariable) -> TensorVariable:
 class Activation(Layer):
     """A layer that maps each element, or normalizes along an axis, and has no parameters."""
 
+    def _floating(self, x: TensorLike) -> TensorVariable:
+        x = pt.as_tensor(x)
+        if not x.type.dtype.startswith(("float", "complex")):
+            raise TypeError(
+                f"{type(self).__name__} got dtype {x.type.dtype}, in which its constants would be "
+                "truncated. Cast the input first, as in x.astype('float32')."
+            )
+        return x
+
     def _named(self, y: TensorVariable) -> TensorVariable:
         y.name = type(self).__name__
         return y
 
 
 class ReLU(Activation):
-    r""".. math:: y = \max(x, 0)"""
+    r"""Cut negative values off.
+
+    .. math:: y = \max(x, 0)
+    """
 
     def __call__(self, x: TensorLike) -> TensorVariable:
         x = pt.as_tensor(x)
@@ -31,7 +43,9 @@ class ReLU(Activation):
 
 
 class LeakyReLU(Activation):
-    r""".. math:: y = x \text{ if } x > 0 \text{ else } a x
+    r"""Shrink negative values by a slope.
+
+    .. math:: y = x \text{ if } x > 0 \text{ else } a x
 
     Parameters
     ----------
@@ -43,27 +57,36 @@ class LeakyReLU(Activation):
         self.negative_slope = negative_slope
 
     def __call__(self, x: TensorLike) -> TensorVariable:
-        x = pt.as_tensor(x)
+        x = self._floating(x)
         slope = _constant_like(self.negative_slope, x)
         return self._named(pt.switch(pt.gt(x, _constant_like(0, x)), x, slope * x))
 
 
 class Tanh(Activation):
-    r""".. math:: y = \tanh(x)"""
+    r"""Squash to (-1, 1).
+
+    .. math:: y = \tanh(x)
+    """
 
     def __call__(self, x: TensorLike) -> TensorVariable:
         return self._named(pt.tanh(x))
 
 
 class Sigmoid(Activation):
-    r""".. math:: y = 1 / (1 + e^{-x})"""
+    r"""Squash to (0, 1).
+
+    .. math:: y = 1 / (1 + e^{-x})
+    """
 
     def __call__(self, x: TensorLike) -> TensorVariable:
         return self._named(pt.sigmoid(x))
 
 
 class SoftPlus(Activation):
-    r""".. math:: y = \log(1 + e^x)"""
+    r"""A smooth version of ReLU.
+
+    .. math:: y = \log(1 + e^x)
+    """
 
     def __call__(self, x: TensorLike) -> TensorVariable:
         return self._named(pt.softplus(x))
@@ -88,7 +111,7 @@ class GELU(Activation):
         self.approximate = approximate
 
     def __call__(self, x: TensorLike) -> TensorVariable:
-        x = pt.as_tensor(x)
+        x = self._floating(x)
         if self.approximate:
             inner = _constant_like((2 / math.pi) ** 0.5, x) * (
                 x + _constant_like(0.044715, x) * x**3
@@ -118,7 +141,7 @@ class Swish(Activation):
         self.beta = beta
 
     def __call__(self, x: TensorLike) -> TensorVariable:
-        x = pt.as_tensor(x)
+        x = self._floating(x)
         gate = x if self.beta == 1.0 else _constant_like(self.beta, x) * x
         return self._named(x * pt.sigmoid(gate))
 
@@ -138,7 +161,9 @@ class QuickGELU(Swish):
 
 
 class Softmax(Activation):
-    r""".. math:: y_i = e^{x_i} / \sum_j e^{x_j}
+    r"""Make positive numbers that sum to one along an axis.
+
+    .. math:: y_i = e^{x_i} / \sum_j e^{x_j}
 
     Parameters
     ----------

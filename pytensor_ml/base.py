@@ -4,9 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
-import pytensor.tensor as pt
 from pytensor.compile.builders import OpFromGraph, SymbolicOp
-from pytensor.configdefaults import config
 from pytensor.graph.basic import Variable
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
@@ -114,8 +112,3 @@ def resolve_layer_name(name: object, default: str) -> str:
             f"keyword-only. Pass the value by keyword, as in {default}(size={name!r})."
         )
     return name
-
-
-def zero_grad_of(x: Variable) -> TensorVariable:
-    """Return the gradient by an input that is not differentiable, such as a mask."""
-    return pt.zeros_like(x, dtype=config.floatX)

@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pytensor.compile.mode import Mode
+from pytensor.compile.rewriting import inline_ofg_node
 from pytensor.compile.sharedvalue import shared
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.rewriting.basic import node_rewriter
+from pytensor.tensor.rewriting.basic import register_specialize
 
 from pytensor_ml.base import VariadicLayerOp
 from pytensor_ml.layers.attention import KVCache
 from pytensor_ml.models.causal_lm import CausalLM
-from pytensor_ml.pytensorf import function
-from pytensor_ml.rewriting.inplace import inline_for_inplace
+from pytensor_ml.pytensorf import function, rewrite_for_prediction
 
 
 class CacheWrite(VariadicLayerOp):
@@ -26,8 +29,15 @@ class CacheWrite(VariadicLayerOp):
         return [pt.set_subtensor(cache[:, :, slot : slot + new.shape[2]], new)]
 
 
-# Inside an op the cache would be copied.
-inline_for_inplace(CacheWrite)
+def inline_cache_write(fgraph: FunctionGraph, node: Apply) -> list[Variable]:
+    """Put the inner graph in place of the op, inside of which the cache would be copied."""
+    return inline_ofg_node(node)
+
+
+# PyTensor leaves out what is tagged "inplace" for JAX and MLX, which keep the op.
+register_specialize(
+    node_rewriter([CacheWrite])(inline_cache_write), "inplace", name="inline_cache_write"
+)
 
 
 class Decoder:
@@ -69,8 +79,13 @@ class Decoder:
                 f"{model.max_positions}: beyond that its positions were never trained. "
                 "Pass a capacity in that range."
             )
+        if batch_size < 1:
+            raise ValueError(
+                f"A decoder of {batch_size} rows decodes nothing. Pass a batch_size of at least 1."
+            )
         self.batch_size = batch_size
         self.length = 0
+        self._n_ids = model.embedding.n_embeddings
         self._start = np.zeros(batch_size, "int64")
 
         ids = pt.tensor("ids", shape=(batch_size, None), dtype="int64")
@@ -85,11 +100,15 @@ class Decoder:
             values = shared(zeros.copy(), name=f"{block.name}_values", shape=shape)
             caches.append(KVCache(keys, values, length, start))
         logits, new = model.extend(ids, caches)
-        updates: dict[Any, Any] = {}
-        for cache, (new_keys, new_values) in zip(caches, new, strict=True):
-            updates[cache.keys] = CacheWrite()(cache.keys, new_keys, length)
-            updates[cache.values] = CacheWrite()(cache.values, new_values, length)
-        self._step = function([ids, length, start], logits, updates=updates, mode=mode)
+        written = [
+            CacheWrite()(old, fresh, length)
+            for cache, pair in zip(caches, new, strict=True)
+            for old, fresh in zip(cache[:2], pair, strict=True)
+        ]
+        outputs = rewrite_for_prediction([logits, *written])
+        slots = [variable for cache in caches for variable in cache[:2]]
+        updates = dict(zip(slots, outputs[1:], strict=True))
+        self._step = function([ids, length, start], outputs[0], updates=updates, mode=mode)
         self._step.trust_input = True
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -110,20 +129,19 @@ class Decoder:
         ValueError
             If a prompt is empty or longer than the capacity, or there are not ``batch_size``.
         """
-        if len(prompts) != self.batch_size:
-            raise ValueError(
-                f"Got {len(prompts)} prompts for a decoder of {self.batch_size} rows. "
-                "Pass one prompt a row, or build the decoder with another batch_size."
-            )
+        self._check_rows(len(prompts))
         if not all(len(prompt) for prompt in prompts):
             raise ValueError(
                 "A prompt is empty, so there is no token to continue from. "
                 "Begin with at least one token, such as the model's beginning-of-text token."
             )
+        if any(np.asarray(prompt).dtype.kind not in "iu" for prompt in prompts):
+            raise TypeError("A prompt holds something else than integer ids. Tokenize it first.")
         longest = max(len(prompt) for prompt in prompts)
         padded = np.zeros((self.batch_size, longest), "int64")
         for row, prompt in zip(padded, prompts, strict=True):
             row[longest - len(prompt) :] = prompt
+        self._check_room(longest, after=0)
         self.length = 0
         self._start = np.array([longest - len(prompt) for prompt in prompts], "int64")
         return self.extend(padded)
@@ -146,16 +164,42 @@ class Decoder:
         ValueError
             If there is no room for them.
         """
-        ids = np.asarray(ids, "int64")
-        if self.length + ids.shape[1] > self.capacity:
+        ids = np.asarray(ids)
+        if ids.ndim != 2 or ids.shape[0] != self.batch_size or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"{ids.shape[1]} tokens after {self.length} do not fit into a context of "
-                f"{self.capacity} tokens. Shorten the prompt, or build the decoder with more "
-                "capacity if the model was made for it."
+                f"Got {ids.dtype} ids of shape {ids.shape}, of which a decoder of "
+                f"{self.batch_size} rows cannot make steps. Pass integers of shape "
+                f"({self.batch_size}, tokens)."
             )
-        logits = np.asarray(self._step(ids, np.array(self.length), self._start))
+        if ids.size == 0:
+            raise ValueError("Got no tokens, so there is no next one to score. Pass at least one.")
+        if ids.min() < 0 or ids.max() >= self._n_ids:
+            raise ValueError(
+                f"Ids run from {ids.min()} to {ids.max()}, but the vocabulary is 0 to "
+                f"{self._n_ids - 1}: others would read rows of something else. Use the tokenizer "
+                "that belongs to the model."
+            )
+        self._check_room(ids.shape[1], after=self.length)
+        logits = np.asarray(
+            self._step(ids.astype("int64"), np.array(self.length, "int64"), self._start)
+        )
         self.length += ids.shape[1]
         return logits
+
+    def _check_rows(self, n_prompts: int) -> None:
+        if n_prompts != self.batch_size:
+            raise ValueError(
+                f"Got {n_prompts} prompts for a decoder of {self.batch_size} rows. "
+                "Pass one prompt a row, or build the decoder with another batch_size."
+            )
+
+    def _check_room(self, n_tokens: int, after: int) -> None:
+        if after + n_tokens > self.capacity:
+            raise ValueError(
+                f"{n_tokens} tokens after {after} do not fit into a context of {self.capacity} "
+                "tokens. Shorten the prompt, or build the decoder with more capacity if the model "
+                "was made for it."
+            )
 
 
 def generate(
@@ -194,11 +238,17 @@ def generate(
     Raises
     ------
     ValueError
-        If a prompt and the new tokens do not fit into the decoder's capacity.
+        If a prompt and the new tokens do not fit into the decoder's capacity, or a number is out of
+        its range.
     """
+    check_sampling(temperature, top_k, top_p)
     rng = np.random.default_rng(seed)
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if longest + max_new_tokens > decoder.capacity:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
+    decoder._check_rows(len(prompts))
+    longest = max(len(prompt) for prompt in prompts)
+    # The last token is given, not taken.
+    if longest + max_new_tokens - 1 > decoder.capacity:
         raise ValueError(
             f"A prompt of {longest} tokens and {max_new_tokens} new ones do not fit into a context "
             f"of {decoder.capacity} tokens. Shorten the prompt or ask for fewer."
@@ -237,9 +287,9 @@ def sample(
     temperature : float
         What logits are divided by; 0 takes the largest, the lowest id where several are.
     top_k : int, optional
-        Only draw among the k largest.
+        Only draw among the k largest, at least 1.
     top_p : float
-        Only draw among the fewest tokens whose probabilities sum to at least p [1]_.
+        In (0, 1]. Only draw among the fewest tokens whose probabilities sum to at least p [1]_.
     rng : Generator
         Source of the draws.
 
@@ -251,6 +301,11 @@ def sample(
     ----------
     .. [1] Holtzman et al. (2020). The Curious Case of Neural Text Degeneration. arXiv:1904.09751.
     """
+    if not np.isfinite(logits).all():
+        raise ValueError(
+            "The logits are not finite, so no token is likeliest: the model overflowed, or its "
+            "weights hold NaN. Check the checkpoint, and the dtype it was loaded in."
+        )
     if temperature == 0:
         return logits.argmax(axis=-1)
     scaled = np.asarray(logits, "float64") / temperature
@@ -264,3 +319,21 @@ def sample(
     probabilities[before >= top_p] = 0
     probabilities /= probabilities.sum(axis=-1, keepdims=True)
     return np.array([rng.choice(row, p=p) for row, p in zip(order, probabilities, strict=True)])
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
+    """Raise if a number for :func:`sample` is out of its range."""
+    if not 0 <= temperature < np.inf:
+        raise ValueError(
+            f"A temperature of {temperature} does not order tokens as the model does. "
+            "Pass 0 for the likeliest token, or a positive number."
+        )
+    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
+        raise ValueError(
+            f"top_k={top_k} is no number of tokens to draw among. Pass an integer of at least 1, "
+            "or None for all."
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(
+            f"top_p={top_p} is not in (0, 1], so it keeps no set of tokens. Pass 1 for all."
+        )

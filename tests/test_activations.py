@@ -46,6 +46,12 @@ def test_activations_match_scalar_formulas(values_and_gradients):
     assert_close(soft, np.exp(data) / np.exp(data).sum())
 
 
+@pytest.mark.parametrize("layer", [activations.GELU(), activations.LeakyReLU()])
+def test_integers_are_refused(layer):
+    with pytest.raises(TypeError, match="int64, in which its constants would be truncated"):
+        layer(pt.constant([1, 2]))
+
+
 def test_activation_gradients_match_central_differences(values_and_gradients):
     data, _, gradients, _ = values_and_gradients
     h = 1e-5

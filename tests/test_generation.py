@@ -1,7 +1,10 @@
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from scipy import stats
 
+from pytensor_ml import generation
 from pytensor_ml.generation import Decoder, generate, sample
 from pytensor_ml.layers import (
     DecoderBlock,
@@ -11,9 +14,11 @@ from pytensor_ml.layers import (
     MultiheadAttention,
     RMSNorm,
     RotaryEmbedding,
+    TransformerBlock,
     TransformerStack,
 )
 from pytensor_ml.models import CausalLM
+from pytensor_ml.pytensorf import collect_rng_updates
 
 VOCABULARY = 7
 LOGITS = np.log(np.array([[0.05, 0.4, 0.1, 0.4, 0.05]], "float32"))
@@ -105,11 +110,61 @@ def test_bad_prompts_are_refused_before_anything_runs(decoder):
         decoder.begin([[1]])
     with pytest.raises(ValueError, match="9 tokens after 0 do not fit into a context of 8"):
         decoder.begin([[1] * 9, [1]])
-    with pytest.raises(ValueError, match="prompt of 6 tokens and 3 new ones do not fit"):
-        generate(decoder, [[1] * 6, [1]], max_new_tokens=3)
+    with pytest.raises(ValueError, match="prompt of 6 tokens and 4 new ones do not fit"):
+        generate(decoder, [[1] * 6, [1]], max_new_tokens=4)
+    with pytest.raises(ValueError, match="Got 1 prompts"):
+        generate(decoder, [[1]], max_new_tokens=1)
+    with pytest.raises(TypeError, match="Tokenize it first"):
+        decoder.begin([[1.5], [2]])
+    with pytest.raises(ValueError, match="logits are not finite"):
+        sample(
+            np.array([[0, np.nan]]),
+            temperature=0.0,
+            top_k=None,
+            top_p=1.0,
+            rng=np.random.default_rng(),
+        )
 
 
-def test_a_capacity_beyond_the_model_is_refused(decoder):
+def test_ids_and_numbers_out_of_range_are_refused(decoder):
+    with pytest.raises(ValueError, match=r"Ids run from 1 to 7, but the vocabulary is 0 to 6"):
+        decoder.begin([[1], [7]])
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        decoder.extend(np.array([1, 2]))
+    for wrong in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        [(name, value)] = wrong.items()
+        with pytest.raises(ValueError, match=rf"{name}.*{value}"):
+            generate(decoder, [[1], [2]], max_new_tokens=1, **wrong)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        generate(decoder, [[1], [2]], max_new_tokens=0)
+
+
+def test_a_prompt_that_is_too_long_leaves_what_was_there(decoder):
+    decoder.begin([[1, 2], [3]])
+    with pytest.raises(ValueError, match="do not fit"):
+        decoder.begin([[1] * 9, [1]])
+    assert decoder.length == 2
+    assert decoder.extend(np.array([[4], [5]])).argmax(axis=-1).tolist() == [3, 4]
+
+
+def test_generation_drops_dropout(monkeypatch):
+    block = TransformerBlock("block", d_model=4, n_head=1, dropout=0.9)
+    model = CausalLM(
+        embedding=Embedding("tokens", n_embeddings=VOCABULARY, n_features=4),
+        stack=TransformerStack("stack", [block], rotary=None),
+        norm=RMSNorm("norm", n_in=4),
+        max_positions=4,
+    )
+    compiled = []
+    monkeypatch.setattr(
+        generation, "function", lambda *args, **kwargs: compiled.append((args, kwargs)) or Mock()
+    )
+    Decoder(model)
+    [((_, logits), options)] = compiled
+    assert not collect_rng_updates([logits, *options["updates"].values()])
+
+
+def test_a_capacity_beyond_the_model_is_refused():
     model = CausalLM(
         embedding=Embedding("tokens", n_embeddings=3, n_features=4),
         stack=TransformerStack("stack", [], rotary=None),

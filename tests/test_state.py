@@ -3,7 +3,6 @@ import pytest
 
 from pytensor_ml.params import non_trainable, trainable, trainable_parameter
 from pytensor_ml.state import (
-    EmptyInitializer,
     NormalInitializer,
     OneInitializer,
     XavierNormalInitializer,
@@ -40,7 +39,6 @@ def test_birth_values_may_be_skipped_while_laws_stay():
         parameter = trainable_parameter("w", (2, 3), default=OneInitializer())
     assert not parameter.get_value().any()
     assert (initialize_params([parameter])[0] == 1).all()
-    assert EmptyInitializer().sample((2,), "float32", np.random.default_rng()).shape == (2,)
 
 
 def test_parameters_keep_shape_dtype_and_layer():

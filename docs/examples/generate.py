@@ -13,7 +13,7 @@ from pathlib import Path
 import pytensor
 from rich.console import Console
 
-from pytensor_ml.generation import Decoder, generate
+from pytensor_ml.generation import Decoder, check_sampling, generate
 from pytensor_ml.models import Tokenizer, load_causal_lm
 from pytensor_ml.pytensorf import BACKENDS, backend_mode
 
@@ -53,14 +53,23 @@ def main(options: argparse.Namespace) -> None:
     progress = Console(stderr=True)
     mode = backend_mode(options.backend)
     path = find_smollm2() if options.model is None else options.model
+    check_sampling(options.temperature, options.top_k, options.top_p)
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1.")
+    if not options.prompt:
+        raise ValueError("The prompt is empty, so there is nothing to continue. Write some text.")
 
     with progress.status(f"Loading {path.name}"):
-        tokenizer = Tokenizer.open(path)
         model = load_causal_lm(path)
+        tokenizer = Tokenizer.open(path)
     prompt = tokenizer.encode(options.prompt)
     needed = len(prompt) + options.max_new_tokens
+    if needed > model.max_positions:
+        raise ValueError(
+            f"A prompt of {len(prompt)} tokens and {options.max_new_tokens} new ones do not fit "
+            f"into the model's context of {model.max_positions}. Shorten the prompt, or ask for "
+            "fewer."
+        )
     rounded = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
 
     with progress.status(f"Compiling for {options.backend}"):
@@ -103,5 +112,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="PyTensor could not link to a BLAS")
     try:
         main(parse_arguments())
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
         sys.exit(f"error: {error}")

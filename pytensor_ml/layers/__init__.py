@@ -20,7 +20,13 @@ from pytensor_ml.layers.embedding import Embedding
 from pytensor_ml.layers.feedforward import FeedForward, GatedFeedForward
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
-from pytensor_ml.layers.positional import RotaryEmbedding, apply_rotary, rotary_table
+from pytensor_ml.layers.positional import (
+    IntegerRotaryEmbedding,
+    RotaryEmbedding,
+    apply_rotary,
+    rotary_embedding,
+    rotary_table,
+)
 from pytensor_ml.layers.transformer import DecoderBlock, TransformerBlock, TransformerStack
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "Flatten",
     "GatedFeedForward",
     "Input",
+    "IntegerRotaryEmbedding",
     "KVCache",
     "LayerNorm",
     "Linear",
@@ -47,6 +54,7 @@ __all__ = [
     "apply_rotary",
     "cached_attention",
     "call_as_block",
+    "rotary_embedding",
     "rotary_table",
     "scaled_dot_product_attention",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytensor.tensor as pt
+from pytensor.configdefaults import config
 from pytensor.gradient import disconnected_grad, grad
 from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike, as_tensor
@@ -16,7 +17,6 @@ from pytensor_ml.base import (
     VariadicLayer,
     VariadicLayerOp,
     resolve_layer_name,
-    zero_grad_of,
 )
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.positional import apply_rotary
@@ -57,7 +57,7 @@ class AttentionLayer(VariadicLayerOp):
         return [attend(q, k, v, *mask, **self._props_dict())]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [(*shapes[0][:-1], shapes[2][-1])]
+        return [_output_shape(node, shapes)]
 
     def pullback(
         self,
@@ -68,7 +68,9 @@ class AttentionLayer(VariadicLayerOp):
         q, k, v, *mask = inputs
         op = AttentionPullback(**self._props_dict())
         gradients = op(q, k, v, output_grads[0], *mask)
-        return [*gradients, *(zero_grad_of(m) for m in mask[len(gradients) - 3 :])]
+        if mask and len(gradients) == 3:
+            gradients = [*gradients, pt.zeros_like(mask[0], dtype=config.floatX)]
+        return gradients
 
 
 class AttentionPullback(LayerOp):
@@ -140,8 +142,11 @@ def scaled_dot_product_attention(
 
     Raises
     ------
+    TypeError
+        If a mask is neither boolean nor floating.
     ValueError
-        If head counts are not static or do not divide, or widths differ.
+        If head counts are not static or do not divide, widths differ, a mask does not broadcast to
+        the scores, a window is not causal, or a number is out of its range.
 
     References
     ----------
@@ -150,18 +155,15 @@ def scaled_dot_product_attention(
     """
     q, k, v = as_tensor(q), as_tensor(k), as_tensor(v)
     _check_heads(q, k, v)
-    if window is not None and window < 1:
-        raise ValueError(
-            f"A window of {window} tokens hides every key, the query's own included. "
-            "Pass at least 1, or None for no window."
-        )
+    _check_window(window, is_causal)
+    _check_softcap(softcap)
     op = AttentionLayer(
         is_causal=is_causal,
         scale=_default_scale(q) if scale is None else float(scale),
         window=window,
-        softcap=softcap,
+        softcap=None if softcap is None else float(softcap),
     )
-    masks = [] if mask is None else [pt.atleast_Nd(as_tensor(mask), n=q.type.ndim)]
+    masks = [] if mask is None else [pt.atleast_Nd(_checked_mask(mask, q, k), n=q.type.ndim)]
     return op(q, k, v, *masks, name="attention_output")
 
 
@@ -188,7 +190,7 @@ class CachedAttentionLayer(VariadicLayerOp):
         return [merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [(*shapes[0][:-1], shapes[2][-1])]
+        return [_output_shape(node, shapes)]
 
 
 def cached_attention(
@@ -223,8 +225,12 @@ def cached_attention(
         In the dtype of q; 0 for a token that is padding.
     """
     _check_heads(q, k, v)
+    _check_window(window, is_causal=True)
+    _check_softcap(softcap)
     op = CachedAttentionLayer(
-        scale=_default_scale(q) if scale is None else float(scale), window=window, softcap=softcap
+        scale=_default_scale(q) if scale is None else float(scale),
+        window=window,
+        softcap=None if softcap is None else float(softcap),
     )
     return op(q, k, v, *cache, name="attention_output")
 
@@ -280,12 +286,12 @@ class MultiheadAttention(VariadicLayer):
     ):
         self.name = resolve_layer_name(name, "MultiheadAttention")
         n_kv_head = n_head if n_kv_head is None else n_kv_head
+        _check_groups(n_head, n_kv_head)
         if head_dim is None and n_embd % n_head:
             raise ValueError(
                 f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal "
                 "width. Change one of them, or pass head_dim."
             )
-        _check_groups(n_head, n_kv_head)
         if fused_qkv and kv_dim is not None:
             raise ValueError(
                 f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one "
@@ -337,7 +343,8 @@ class MultiheadAttention(VariadicLayer):
         rope : tensor of shape (..., tokens, rotary_dim // 2, 2), optional
             Rotary table that turns queries and keys.
         cache : KVCache, optional
-            The tokens before; attention is then causal.
+            The tokens before; attention is then causal, and ``cache.start`` takes the place of
+            ``mask``.
 
         Returns
         -------
@@ -345,6 +352,11 @@ class MultiheadAttention(VariadicLayer):
         keys, values : tensors of shape (batch, n_kv_head, tokens, head_dim)
             Only with ``cache``: what the caller writes into it.
         """
+        if mask is not None and cache is not None:
+            raise ValueError(
+                f"{self.name} got a mask beside a cache, but attention to a cache is causal and "
+                "hides what lies before cache.start, so the mask would be ignored. Leave it out."
+            )
         q, k, v = self._project(as_tensor(x), kv)
         if rope is not None:
             q = apply_rotary(q, rope, pairing=self.pairing)
@@ -386,7 +398,10 @@ class MultiheadAttention(VariadicLayer):
 
 
 class CausalSelfAttention(MultiheadAttention):
-    """:class:`MultiheadAttention` in which a token sees itself and the ones before."""
+    """:class:`MultiheadAttention` in which a token sees itself and the ones before.
+
+    Its parameters are those of the same name there.
+    """
 
     def __init__(
         self,
@@ -526,6 +541,17 @@ def _as_wide(x: TensorVariable) -> TensorVariable:
     return x.astype("float32") if x.type.dtype == "float16" else x
 
 
+def _output_shape(node: Apply, shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shape of attention's output; only axes of the static length 1 are broadcast."""
+    q, k, v, *_ = shapes
+    static = node.inputs[0].type.shape[:-3]
+    batch = [
+        k_length if known == 1 else length
+        for known, length, k_length in zip(static, q[:-3], k[:-3], strict=True)
+    ]
+    return (*batch, *q[-3:-1], v[-1])
+
+
 def _default_scale(q: TensorVariable) -> float:
     if q.type.shape[-1] is None:
         raise ValueError(
@@ -536,15 +562,62 @@ def _default_scale(q: TensorVariable) -> float:
 
 
 def _check_groups(n_head: int, n_kv_head: int) -> None:
-    if n_kv_head < 1 or n_head % n_kv_head:
+    if n_kv_head < 1 or n_head < 1 or n_head % n_kv_head:
         raise ValueError(
             f"{n_head} query heads cannot share {n_kv_head} key and value heads evenly. "
             "Pass a number of query heads that is a multiple."
         )
 
 
+def _check_window(window: int | None, is_causal: bool) -> None:
+    if window is None:
+        return
+    if not isinstance(window, int) or not 1 <= window < 2**31:
+        raise ValueError(
+            f"A window of {window!r} tokens is no number of keys that a query, its own included, "
+            "can see. Pass an integer from 1 to 2**31 - 1, or None for no window."
+        )
+    if not is_causal:
+        raise ValueError(
+            f"A window of {window} tokens goes back from each query, so without is_causal a query "
+            "would see every later key too. Pass is_causal=True."
+        )
+
+
+def _check_softcap(softcap: float | None) -> None:
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(
+            f"A softcap of {softcap} bounds no score, since scores are divided by it. "
+            "Pass a positive number, or None for no bound."
+        )
+
+
+def _checked_mask(mask: TensorLike, q: TensorVariable, k: TensorVariable) -> TensorVariable:
+    mask = as_tensor(mask)
+    if mask.type.dtype != "bool" and not mask.type.dtype.startswith("float"):
+        raise TypeError(
+            f"The mask has dtype {mask.type.dtype}: as numbers to add, 0 and 1 would hide nothing. "
+            "Pass mask.astype('bool') to select keys, or floats to add to the scores."
+        )
+    scores = (*q.type.shape[:-1], k.type.shape[-2])
+    lengths = zip(mask.type.shape[::-1], scores[::-1], strict=False)
+    if mask.type.ndim > len(scores) or any(
+        None not in pair and pair[0] not in (1, pair[1]) for pair in lengths
+    ):
+        raise ValueError(
+            f"A mask of shape {mask.type.shape} does not broadcast to the scores' shape {scores}, "
+            "(..., heads, queries, keys). Give each axis the scores' length, or 1."
+        )
+    return mask
+
+
 def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.type.dtype.startswith("float"):
+            raise TypeError(
+                f"{name} has dtype {x.type.dtype}, in which averages would be truncated. Cast it, "
+                f"as in {name}.astype('float32')."
+            )
         if x.type.ndim < 3 or x.type.shape[-3] is None:
             raise ValueError(
                 f"Attention needs {name} of shape (..., heads, tokens, head_dim) with a static "
@@ -555,6 +628,11 @@ def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> Non
         raise ValueError(
             f"k has {k.type.shape[-3]} heads and v has {v.type.shape[-3]}, so they cannot be "
             "paired. Pass as many of each."
+        )
+    if None not in (counts := (k.type.shape[-2], v.type.shape[-2])) and counts[0] != counts[1]:
+        raise ValueError(
+            f"There are {counts[0]} keys and {counts[1]} values, so they cannot be paired. "
+            "Pass as many of each."
         )
     if None not in (widths := (q.type.shape[-1], k.type.shape[-1])) and widths[0] != widths[1]:
         raise ValueError(

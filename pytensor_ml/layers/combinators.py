@@ -1,12 +1,11 @@
 """Inputs, and ways of joining layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytensor.tensor as pt
 from pytensor.compile.builders import infer_shape
-from pytensor.graph.basic import Constant, Variable
-from pytensor.graph.replace import clone_replace
+from pytensor.graph.basic import Constant, Variable, clone_get_equiv
 from pytensor.graph.traversal import ancestors, applys_between, graph_inputs
 from pytensor.tensor import TensorLike
 from pytensor.tensor.random.op import RNGConsumerOp
@@ -125,18 +124,31 @@ def _draw_outside(
     draws: Sequence[Variable], stand_ins: Sequence[Variable], given: Sequence[Any]
 ) -> list[Variable]:
     """Rebuild random draws, whose sizes follow from the shapes of ``stand_ins``, on ``given``."""
-    shapes_given = [tuple(x.shape) for x in given]
+    lengths = [tuple(pt.lscalar() for _ in range(x.type.ndim)) for x in given]
     sizes: dict[Variable, Variable] = {}
     for v in ancestors(draws):
         op = None if v.owner is None else v.owner.op
         if isinstance(op, Shape | Shape_i):
             sized = rewrite_for_prediction(v.owner.inputs[0])
-            [shape] = infer_shape([sized], stand_ins, shapes_given)
+            [shape] = infer_shape([sized], stand_ins, lengths)
             sizes[v] = pt.as_tensor(shape[op.i]) if isinstance(op, Shape_i) else pt.stack(shape)
-    outside = clone_replace(list(draws), sizes)
-    if set(stand_ins) & set(graph_inputs(outside)):
+    sized_draws = _substitute(draws, sizes)
+    if set(stand_ins) & set(graph_inputs(sized_draws)):
         raise ValueError(
             f"The random draws {list(draws)} depend on values of the block's inputs, so they "
             "cannot be made outside of it. Draw them first and pass them in as inputs."
         )
-    return outside
+    known = {n: x.shape[i] for x, ns in zip(given, lengths, strict=True) for i, n in enumerate(ns)}
+    return _substitute(sized_draws, known)
+
+
+def _substitute(
+    outputs: Sequence[Variable], replacements: Mapping[Variable, Variable]
+) -> list[Variable]:
+    """Rebuild ``outputs`` on ``replacements``, which stay as they are.
+
+    ``clone_replace`` would clone what they come from too, and with it the draws made there.
+    """
+    memo: Any = dict(replacements)
+    clone_get_equiv([], outputs, copy_inputs=False, copy_orphans=False, memo=memo)
+    return [memo[output] for output in outputs]

@@ -15,6 +15,7 @@ from pytensor_ml.state import Initializer, XavierNormalInitializer
 class EmbeddingLayer(UnaryLayerOp):
     """The op of :class:`Embedding`: inputs ids and W."""
 
+    # Its graph does without them; saved graphs name them.
     __props__ = ("n_embeddings", "n_features")
 
     n_embeddings: int

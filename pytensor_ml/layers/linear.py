@@ -16,6 +16,7 @@ from pytensor_ml.state import Initializer, XavierNormalInitializer, ZeroInitiali
 class LinearLayer(UnaryLayerOp):
     """The op of :class:`Linear`: inputs X, W and, if ``bias``, b."""
 
+    # Its graph does without them; saved graphs name them.
     __props__ = ("n_in", "n_out", "bias")
 
     n_in: int
@@ -36,7 +37,7 @@ class LinearLayer(UnaryLayerOp):
         output_grads: Sequence[Variable],
     ) -> list[Variable]:
         X, W, *b = inputs
-        op = LinearPullback(n_in=self.n_in, n_out=self.n_out, bias=self.bias)
+        op = LinearPullback(n_in=self.n_in, n_out=self.n_out)
         return op(X, W, output_grads[0], *b)
 
 
@@ -46,11 +47,10 @@ class LinearPullback(LayerOp):
     The inner graph of the layer would give one product a row of the batch, and their sum.
     """
 
-    __props__ = ("n_in", "n_out", "bias")
+    __props__ = ("n_in", "n_out")
 
     n_in: int
     n_out: int
-    bias: bool
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         X, W, g, *b = inputs
@@ -131,7 +131,12 @@ class Linear(Layer):
 
 
 def check_width(X: TensorVariable, n_in: int, name: str) -> None:
-    """Raise if the last axis of ``X`` is known not to be ``n_in`` wide."""
+    """Raise if ``X`` holds no floats or its last axis is known not to be ``n_in`` wide."""
+    if not X.type.dtype.startswith("float"):
+        raise TypeError(
+            f"{name} takes floats, but its input has dtype {X.type.dtype}, by which there is no "
+            "gradient. Cast it, as in X.astype('float32')."
+        )
     if X.type.ndim == 0 or X.type.shape[-1] not in (None, n_in):
         raise ValueError(
             f"{name} maps a last axis of width {n_in}, but its input has shape {X.type.shape}. "

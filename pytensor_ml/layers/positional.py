@@ -814,6 +814,11 @@ def _check_table(x: TensorVariable, table: TensorVariable) -> None:
             f"x has dtype {x.type.dtype}, and a rotation of integers would be truncated. Cast it, "
             "as with x.astype('float32')."
         )
+    if not table.type.dtype.startswith("float"):
+        raise TypeError(
+            f"table has dtype {table.type.dtype}, in which cosines and sines cannot be held. "
+            "Pass a table as rotary_table makes it, not positions."
+        )
     if table.type.ndim < 3 or table.type.shape[-1] not in (None, 2):
         raise ValueError(
             f"table has shape {table.type.shape}, but its last axis must hold a cosine and a sine. "

@@ -116,7 +116,7 @@ def resolve_scaling(
             f"Scaling kind {name!r} lacks {', '.join(sorted(map(repr, missing)))}, without which "
             "its frequencies are undefined. Add it to the mapping."
         )
-    theta = float(given.pop("rope_theta", base))
+    theta = _plain("rope_theta", given.pop("rope_theta", base))
     if base not in (theta, DEFAULT_BASE):
         raise ValueError(
             f"base={base!r} differs from rope_theta={theta!r} in the mapping, so one of them would "
@@ -425,8 +425,13 @@ def _replace_max_position_embeddings(name: str, given: dict[str, Any]) -> None:
 
 def _plain(key: str, value: Any) -> Any:
     """Return ``value`` as a hashable value that JSON can hold."""
-    if isinstance(value, bool | str):
+    if key == "truncate" and isinstance(value, bool):
         return value
+    if isinstance(value, bool | str):
+        raise TypeError(
+            f"Scaling number {key}={value!r} is no number, so no frequencies follow from it. "
+            "Pass the number itself."
+        )
     numbers = tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
     least = -np.inf if key.startswith("mscale") else 0
     most = 1 if key == "partial_rotary_factor" else np.inf

@@ -208,6 +208,11 @@ class TransformerStack(VariadicLayer):
         The blocks, first to last.
     rotary : RotaryEmbedding, optional
         What makes the table from the positions. Without it positions have no influence.
+
+    Raises
+    ------
+    ValueError
+        If a block pairs channels otherwise than ``rotary``.
     """
 
     def __init__(
@@ -220,6 +225,13 @@ class TransformerStack(VariadicLayer):
         self.name = resolve_layer_name(name, "TransformerStack")
         self.blocks = list(blocks)
         self.rotary = rotary
+        for block in self.blocks:
+            if rotary is not None and block.attention.pairing != rotary.pairing:
+                raise ValueError(
+                    f"{self.name} has a rotary embedding of pairing {rotary.pairing!r}, but "
+                    f"{block.name} rotates by {block.attention.pairing!r}. Build both with the "
+                    "pairing that the weights were trained with."
+                )
 
     def __call__(
         self,
@@ -247,6 +259,11 @@ class TransformerStack(VariadicLayer):
         y : tensor of shape (..., tokens, width)
         taps : list of tensor
             Outputs of the tapped blocks, in the order asked for.
+
+        Raises
+        ------
+        ValueError
+            If a tapped block does not exist.
         """
         unknown = [i for i in tap_blocks if not 0 <= i < len(self.blocks)]
         if unknown:

@@ -60,7 +60,8 @@ def load_causal_lm(path: str | Path) -> CausalLM:
     checkpoint = open_checkpoint(path)
     with config.change_flags(floatX="float32"), initial_values_from(EmptyInitializer()):
         model, keys = build_model(checkpoint.config)
-    surplus = keys.load(checkpoint)
+    # Older versions of transformers saved the frequencies, which follow from the config.
+    surplus = [key for key in keys.load(checkpoint) if not key.endswith("rotary_emb.inv_freq")]
     if surplus:
         raise ValueError(
             f"{path} holds tensors that the model has no place for, so its output would be wrong: "

@@ -67,9 +67,16 @@ class CausalLM(VariadicLayer):
             Logits; those at padding mean nothing.
         """
         ids = as_tensor(ids)
-        counted = pt.ones_like(ids) if valid is None else as_tensor(valid).astype("int32")
+        valid = None if valid is None else as_tensor(valid)
+        if valid is not None and valid.type.dtype != "bool":
+            raise TypeError(
+                f"valid has dtype {valid.type.dtype}, which would be added to scores "
+                "instead of hiding tokens. Pass valid.astype('bool')."
+            )
+        # In int32: ids of 8 bits would count to 255.
+        counted = pt.ones_like(ids, dtype="int32") if valid is None else valid.astype("int32")
         positions = pt.cumsum(counted, axis=-1) - 1
-        mask = None if valid is None else as_tensor(valid)[:, None, None, :]
+        mask = None if valid is None else valid[:, None, None, :]
         hidden, _ = self.stack(self.embedding(ids), positions, mask)
         return self._logits(hidden)
 
@@ -94,7 +101,9 @@ class CausalLM(VariadicLayer):
         """
         ids = as_tensor(ids)
         _, _, length, start = caches[0]
-        positions = pt.cumsum(pt.ones_like(ids), axis=-1) - 1 + length - start[:, None]
+        positions = (
+            pt.cumsum(pt.ones_like(ids, dtype="int32"), axis=-1) - 1 + length - start[:, None]
+        )
         hidden, new = self.stack.extend(self.embedding(ids), positions, caches)
         return self._logits(hidden[:, -1]), new
 

@@ -60,13 +60,24 @@ def collect_non_trainable_updates(
         Outputs to trace back from.
     already_written : container of SharedVariable, optional
         Variables to leave out.
+
+    Raises
+    ------
+    ValueError
+        If two ops update one state without one reading what the other wrote.
     """
-    written = {
-        node.inputs[read]: node.outputs[write]
-        for node in applys_between([], as_output_list(outputs))
-        if isinstance(node.op, StatefulOp)
-        for write, read in node.op.update_map().items()
-    }
+    written: dict[Variable, Variable] = {}
+    for node in applys_between([], as_output_list(outputs)):
+        if not isinstance(node.op, StatefulOp):
+            continue
+        for write, read in node.op.update_map().items():
+            before, after = node.inputs[read], node.outputs[write]
+            if written.get(before, after) is not after:
+                raise ValueError(
+                    f"Two ops read the same state {before} and write it back, so one of the "
+                    "updates would be lost. Feed the second what the first has written."
+                )
+            written[before] = after
     updates = {}
     for parameter in [v for v in written if isinstance(v, NonTrainableParameter)]:
         value: Variable = parameter

@@ -1,5 +1,6 @@
 """Compiling graphs, with the updates a network declares threaded in."""
 
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,7 @@ from pytensor_ml.pytensorf.rewrite import rewrite_for_prediction
 from pytensor_ml.pytensorf.rng import RandomSeed, collect_rng_updates, reseed_rngs
 
 BACKENDS = {"c": "CVM", "numba": "NUMBA", "jax": "JAX", "mlx": "MLX"}
+PACKAGES = {"jax": "jax", "mlx": "mlx[cpu]" if sys.platform == "linux" else "mlx"}
 
 
 def backend_mode(backend: str) -> Mode:
@@ -35,10 +37,10 @@ def backend_mode(backend: str) -> Mode:
             f"Unknown backend {backend!r}, so there is nothing to compile for. "
             f"Choose one of {', '.join(BACKENDS)}."
         )
-    if backend in ("jax", "mlx") and find_spec(backend) is None:
+    if backend in PACKAGES and find_spec(backend) is None:
         raise ModuleNotFoundError(
             f"The {backend} backend needs the package {backend}, which is not installed. "
-            f"Install it with: python -m pip install 'pytensor_ml[{backend}]'"
+            f"Install it with: python -m pip install '{PACKAGES[backend]}'"
         )
     return get_mode(BACKENDS[backend])
 

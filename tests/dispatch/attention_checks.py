@@ -47,7 +47,10 @@ def check_attention(dtype="float32"):
     mask = pt.tensor("mask", shape=(None, 1, None, None), dtype="bool")
     bias = pt.tensor("bias", shape=(1, 1, None, None), dtype=dtype)
     outputs = []
-    for options in ({"mask": mask, "scale": SCALE}, {"mask": bias, "scale": SCALE, "window": 3}):
+    for options in (
+        {"mask": mask, "scale": SCALE},
+        {"mask": bias, "scale": SCALE, "window": 3, "is_causal": True},
+    ):
         y = scaled_dot_product_attention(q, k, v, **options)
         wrt = [q, k, v] if options["mask"] is mask else [q, k, v, bias]
         outputs += [y, *pt.grad(None, wrt, known_grads={y: g})]

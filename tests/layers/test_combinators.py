@@ -84,6 +84,14 @@ def test_state_inside_a_block_is_written_back(dropout_block):
     assert count.get_value() == before + 1
 
 
+def test_two_writes_of_one_state_are_refused():
+    count = non_trainable(np.zeros((), "float32"), name="count")
+    x = Input("x", shape=(None, 3), dtype="float32")
+    outputs = [RunningCount()(x, count)[0], RunningCount()(x + 1, count)[0]]
+    with pytest.raises(ValueError, match="Two ops read the same state count"):
+        function([x], outputs)
+
+
 def test_prediction_drops_dropout_inside_a_block(dropout_block):
     y, *_ = dropout_block
     specialized = rewrite_for_prediction(y)

@@ -16,7 +16,12 @@ from pytensor_ml.layers import (
     TransformerBlock,
     TransformerStack,
 )
-from pytensor_ml.pytensorf import collect_trainable_params, function, rewrite_for_prediction
+from pytensor_ml.pytensorf import (
+    collect_rng_updates,
+    collect_trainable_params,
+    function,
+    rewrite_for_prediction,
+)
 
 pytestmark = pytest.mark.skipif(
     "pytensor.config.floatX != 'float32'", reason="blocks are specified for float32"
@@ -185,6 +190,21 @@ def test_no_float64_in_a_float32_stack(trained_step):
                 yield from dtypes(node.op.fgraph.outputs)
 
     assert "float64" not in set(dtypes([y, *gradient]))
+
+
+def test_dropout_in_every_block_of_a_stack_draws_once_a_block():
+    blocks = [TransformerBlock(f"b{i}", d_model=4, n_head=2, dropout=0.5) for i in range(3)]
+    x = Input("x", shape=(None, None, 4), dtype="float32")
+    y, _ = TransformerStack("stack", blocks, rotary=None)(x, pt.arange(3))
+    gradients = pt.grad(y.sum(), collect_trainable_params(y))
+    assert len(collect_rng_updates([y, *gradients])) == 6
+    assert len(set(block_ops(y))) == 1
+
+
+def test_a_pairing_that_differs_from_the_tables_is_refused():
+    rotary = RotaryEmbedding("rotary", rotary_dim=HEAD_DIM, pairing="adjacent")
+    with pytest.raises(ValueError, match="pairing 'adjacent', but b0 rotates by 'half'"):
+        TransformerStack("stack", [decoder_block("b0")], rotary=rotary)
 
 
 def test_an_unknown_tap_is_named():

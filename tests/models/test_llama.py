@@ -73,12 +73,23 @@ def test_positions_count_from_the_first_real_token():
     )
     ids = pt.constant(np.ones((2, 3), "int64"))
     valid = pt.constant([[False, True, True], [True, True, True]])
+    with pytest.raises(TypeError, match="valid has dtype int8"):
+        model(ids, valid.astype("int8"))
     cache = KVCache(None, None, pt.constant(np.int64(4)), pt.constant(np.array([1, 0])))
     whole, [last, *_] = model(ids, valid), model.extend(ids, [cache])
     seen, last = function([], [whole[..., 0], last[..., 0]])()
     np.testing.assert_array_equal(seen[0][1:], [0, 1])
     np.testing.assert_array_equal(seen[1], [0, 1, 2])
     np.testing.assert_array_equal(last, [5, 6])
+
+
+def test_ids_of_eight_bits_do_not_limit_positions(tiny):
+    model, _ = tiny
+    table = model(Input("ids", shape=(None, None), dtype="uint8")).owner.inputs[0]
+    [cumulative] = [
+        node for node in applys_between([], [table]) if type(node.op).__name__ == "CumOp"
+    ]
+    assert cumulative.outputs[0].type.dtype in ("int32", "int64")
 
 
 def test_prefill_of_a_padded_batch_matches_transformers(tiny, tiny_decoder):

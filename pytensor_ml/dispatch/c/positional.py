@@ -3,6 +3,7 @@
 from typing import Any
 
 from pytensor.graph.basic import Apply, Variable
+from pytensor.utils import hash_from_code
 
 from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
 from pytensor_ml.layers.positional import ApplyRotary
@@ -10,7 +11,8 @@ from pytensor_ml.layers.positional import ApplyRotary
 
 @c_funcify.register(ApplyRotary)
 def c_funcify_apply_rotary(op: ApplyRotary, node: Apply) -> list[Variable] | None:
-    if node.inputs[0].type.dtype == "float16" or not op.has_aligned_table:
+    dtypes = {variable.type.dtype for variable in node.inputs}
+    if not dtypes <= {"float32", "float64"} or not op.has_aligned_table:
         return None
     return ApplyRotaryKernel(op).make_node(*node.inputs).outputs
 
@@ -20,8 +22,8 @@ class ApplyRotaryKernel(CKernel):
 
     layer_op: ApplyRotary
 
-    def c_code_cache_version(self) -> tuple[int, ...]:
-        return (1,)
+    def c_code_cache_version(self) -> tuple[str, ...]:
+        return (hash_from_code(SUPPORT_CODE),)
 
     def c_support_code(self, **kwargs: Any) -> str:
         return SUPPORT_CODE

@@ -80,6 +80,8 @@ def jax_funcify_cached_attention(
             keys = jax.lax.dynamic_slice_in_dim(cached_keys, first, block, axis=-2)
             values = jax.lax.dynamic_slice_in_dim(cached_values, first, block, axis=-2)
             unread = (slots >= i * block) & (slots < length)
+            # A weight of 0 does not silence what a slot beyond `length` holds if it is not finite.
+            values = jnp.where((slots < length)[:, None], values, 0)
             return read(state, keys, values, visible_slots(slots) & unread)
 
         one_a_row = jnp.zeros((*q.shape[:-1], 1), _wide(q).dtype)

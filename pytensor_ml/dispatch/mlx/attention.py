@@ -69,7 +69,9 @@ def mlx_funcify_cached_attention(
         # The scores are joined, not the keys, so that the cache is not copied.
         scores = mx.concatenate([_scores(op, q, cached_keys), _scores(op, q, k)], axis=-1)
         weights = _masked_softmax(scores, visible[:, None])
-        mixed = _mix(weights[..., :capacity], cached_values) + _mix(weights[..., capacity:], v)
+        # A weight of 0 does not silence what a slot beyond `length` holds if it is not finite.
+        values = mx.where((old_slot < length)[:, None], cached_values, 0)
+        mixed = _mix(weights[..., :capacity], values) + _mix(weights[..., capacity:], v)
         return mixed.astype(q.dtype)
 
     return cached_attention

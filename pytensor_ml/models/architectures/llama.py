@@ -8,6 +8,7 @@ from pytensor_ml.layers.feedforward import GatedFeedForward
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.norm import RMSNorm
 from pytensor_ml.layers.positional import RotaryEmbedding
+from pytensor_ml.layers.rotary_scaling import rotated_channels
 from pytensor_ml.layers.transformer import DecoderBlock, TransformerStack
 from pytensor_ml.models.causal_lm import CausalLM
 from pytensor_ml.models.loading.binding import bind_linear, bind_norm
@@ -107,8 +108,13 @@ def _rotary(config: dict[str, Any], head_dim: int) -> RotaryEmbedding:
             "The config has no rope_theta, neither by itself nor in rope_parameters, and a wrong "
             "base gives wrong text without an error. Add the base the model was trained with."
         )
+    if "partial_rotary_factor" in config:
+        parameters = {**parameters, "partial_rotary_factor": config["partial_rotary_factor"]}
     return RotaryEmbedding(
-        "rotary_emb", base=base, scaling=parameters or "none", rotary_dim=head_dim
+        "rotary_emb",
+        base=base,
+        scaling=parameters or "none",
+        rotary_dim=rotated_channels(head_dim, parameters),
     )
 
 

@@ -459,6 +459,6 @@ def import_gguf() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Reading a GGUF file needs the gguf library, which is not installed. Run "
-            "python -m pip install 'pytensor_ml[gguf]'"
+            "python -m pip install gguf tokenizers"
         ) from error
     return gguf

@@ -143,8 +143,8 @@ class KeyMap:
         Parameters
         ----------
         read : Checkpoint or callable
-            Where tensors come from. A callable from key to array is called twice a tensor: once to
-            check and once to fill, so that one tensor at a time is in memory.
+            Where tensors come from. A callable from key to array is called again for each check and
+            to fill, so that one tensor at a time is in memory.
         available : iterable of str, optional
             Keys that ``read`` knows; needed with a callable.
         allow_narrowing : bool

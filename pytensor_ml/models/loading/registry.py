@@ -106,7 +106,25 @@ def build_from_config(
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a GGUF file, a safetensors file, or a folder with ``config.json`` and safetensors."""
+    """Open a GGUF file, a safetensors file, or a folder with ``config.json`` and safetensors.
+
+    Parameters
+    ----------
+    path : str or Path
+        File or folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    ValueError
+        If it is of none of these formats.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"{path} does not exist, so there is no model to load. Pass a GGUF file, or a folder "
+            "with config.json and safetensors."
+        )
     if Path(path).is_file() and Path(path).suffix != ".safetensors":
         return GGUFCheckpoint(path)
     return SafetensorsCheckpoint(path)

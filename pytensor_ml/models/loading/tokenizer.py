@@ -225,6 +225,6 @@ def import_tokenizers() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Turning text into tokens needs the tokenizers library, which is not installed. Run "
-            "python -m pip install 'pytensor_ml[gguf]'"
+            "python -m pip install gguf tokenizers"
         ) from error
     return tokenizers

@@ -435,7 +435,7 @@ class TestBrokenFiles:
 def test_the_library_is_named_when_it_is_not_installed(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"python -m pip install 'pytensor_ml\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"python -m pip install gguf tokenizers"):
         GGUFCheckpoint(path)
 
 
