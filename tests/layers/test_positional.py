@@ -42,8 +42,7 @@ KINDS = {
         "scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0}
     },
 }
-# The graphs of the others differ in their constants only.
-TABLE_KINDS = ["none", "linear"]
+TABLE_KINDS = list(KINDS)
 LONGROPE = {
     "rope_type": "longrope",
     "factor": 4.0,
