@@ -1,6 +1,14 @@
+from importlib import import_module
+
+import pytensor.tensor as pt
 import pytest
 
 from dispatch import norm_checks
+from pytensor_ml.layers.norm import (
+    RMSNormLayer,
+    RMSNormPullback,
+    ZeroCenteredRMSNormLayer,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +27,24 @@ def test_kernels_refuse_unequal_shapes():
 
 def test_precise_sum_runs_as_a_kernel():
     norm_checks.check_precise_sum_runs_as_a_kernel()
+
+
+def test_cache_keys_tell_apart_what_the_kernels_read():
+    import_module("pytensor_ml.dispatch.numba")  # as compiling does
+    from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key
+
+    def key(op, width=4):
+        x, parameter = pt.tensor(shape=(3, width)), pt.tensor(shape=(width,))
+        y = op(*[x, x, parameter][-n_inputs[type(op)] :], return_list=True)[0]
+        return numba_funcify_and_cache_key(y.owner.op, node=y.owner)[1]
+
+    n_inputs = {RMSNormLayer: 2, ZeroCenteredRMSNormLayer: 2, RMSNormPullback: 3}
+    ops = [
+        RMSNormLayer(n_in=4, epsilon=1e-6, affine=True),
+        RMSNormLayer(n_in=4, epsilon=1e-5, affine=True),
+        ZeroCenteredRMSNormLayer(n_in=4, epsilon=1e-6, compute_dtype=None),
+        RMSNormPullback(n_in=4, epsilon=1e-6, offset=0),
+        RMSNormPullback(n_in=4, epsilon=1e-6, offset=1),
+    ]
+    assert len({key(op) for op in ops}) == len(ops)
+    assert key(ops[0]) == key(RMSNormLayer(n_in=8, epsilon=1e-6, affine=True), width=8)
