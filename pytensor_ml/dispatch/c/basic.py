@@ -20,12 +20,21 @@ def c_funcify(op: Op, node: Apply) -> list[Variable] | None:
 
 
 class CKernel(COp):
-    """An op that computes in the subclass's C code what ``layer_op`` does."""
+    """An op that computes in the subclass's C code what a ``layer_op`` does.
 
-    __props__ = ("layer_op",)
+    PyTensor pickles an op into the key of its compiled module, and unpickles the keys of all
+    modules in each process: a key must not hold ``layer_op``, nor the functions compiled of it.
+    """
+
+    __props__ = ("kind", "settings")
 
     def __init__(self, layer_op: LayerOp):
+        self.kind = type(layer_op)
+        self.settings = tuple(layer_op._props_dict().items())
         self.layer_op = layer_op
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__props__}
 
     def make_node(self, *inputs: Variable) -> Apply:
         return Apply(self, list(inputs), [kind() for kind in self.layer_op.output_types])
