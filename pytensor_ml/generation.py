@@ -85,6 +85,7 @@ class Decoder:
             )
         self.batch_size = batch_size
         self.length = 0
+        self._n_begun = 0
         self._n_ids = model.embedding.n_embeddings
         self._start = np.zeros(batch_size, "int64")
 
@@ -143,6 +144,7 @@ class Decoder:
             row[longest - len(prompt) :] = prompt
         self._check_room(longest, after=0)
         self.length = 0
+        self._n_begun += 1
         self._start = np.array([longest - len(prompt) for prompt in prompts], "int64")
         return self.extend(padded)
 
@@ -240,9 +242,12 @@ def generate(
     ValueError
         If a prompt and the new tokens do not fit into the decoder's capacity, or a number is out of
         its range.
+    RuntimeError
+        If the decoder begins other prompts before this generation has ended.
     """
     check_sampling(temperature, top_k, top_p)
     rng = np.random.default_rng(seed)
+    ending = np.array(list(eos_ids), "int64")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
     decoder._check_rows(len(prompts))
@@ -258,13 +263,20 @@ def generate(
         ended = np.zeros(decoder.batch_size, bool)
         token = np.zeros(decoder.batch_size, "int64")
         logits = decoder.begin(prompts)
+        n_begun = decoder._n_begun
         for i in range(max_new_tokens):
             drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, rng=rng)
             token = np.where(ended, token, drawn)
-            ended |= np.isin(token, list(eos_ids))
+            ended |= np.isin(token, ending)
             yield token
             if ended.all() or i == max_new_tokens - 1:
                 return
+            if decoder._n_begun != n_begun:
+                raise RuntimeError(
+                    "The decoder has begun other prompts since this generation began, so its "
+                    "cache no longer holds these tokens. Finish one generation before the next, "
+                    "or build a decoder for each."
+                )
             logits = decoder.extend(token[:, None])
 
     return tokens()
@@ -301,6 +313,7 @@ def sample(
     ----------
     .. [1] Holtzman et al. (2020). The Curious Case of Neural Text Degeneration. arXiv:1904.09751.
     """
+    check_sampling(temperature, top_k, top_p)
     if not np.isfinite(logits).all():
         raise ValueError(
             "The logits are not finite, so no token is likeliest: the model overflowed, or its "

@@ -1,5 +1,6 @@
 """Shared variables that say what they are: a parameter to train, or state to keep."""
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,5 +103,10 @@ def trainable_parameter(
         raise ValueError(
             f"Parameter {name} has neither an initializer nor a default, so it would have no "
             "value. Pass one of the initializers in pytensor_ml.state."
+        )
+    if not all(isinstance(n, Integral) and n >= 1 for n in shape):
+        raise ValueError(
+            f"Parameter {name} would have the shape {shape} and hold nothing. Pass sizes of at "
+            "least 1."
         )
     return trainable(chosen.initial_value(shape), name, initializer=chosen, layer_name=layer_name)

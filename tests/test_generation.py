@@ -126,6 +126,14 @@ def test_bad_prompts_are_refused_before_anything_runs(decoder):
         )
 
 
+def test_a_generation_notices_that_another_has_taken_its_decoder(decoder):
+    first = generate(decoder, [[0], [1]], max_new_tokens=3)
+    next(first)
+    next(generate(decoder, [[2], [3]], max_new_tokens=3))
+    with pytest.raises(RuntimeError, match="begun other prompts"):
+        next(first)
+
+
 def test_ids_and_numbers_out_of_range_are_refused(decoder):
     with pytest.raises(ValueError, match=r"Ids run from 1 to 7, but the vocabulary is 0 to 6"):
         decoder.begin([[1], [7]])
@@ -135,6 +143,8 @@ def test_ids_and_numbers_out_of_range_are_refused(decoder):
         [(name, value)] = wrong.items()
         with pytest.raises(ValueError, match=rf"{name}.*{value}"):
             generate(decoder, [[1], [2]], max_new_tokens=1, **wrong)
+        with pytest.raises(ValueError, match=rf"{name}.*{value}"):
+            draw(n=1, **wrong)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         generate(decoder, [[1], [2]], max_new_tokens=0)
 

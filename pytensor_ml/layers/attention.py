@@ -19,7 +19,7 @@ from pytensor_ml.base import (
     resolve_layer_name,
 )
 from pytensor_ml.layers.linear import Linear
-from pytensor_ml.layers.positional import apply_rotary
+from pytensor_ml.layers.positional import apply_rotary, check_pairing
 from pytensor_ml.state import Initializer
 
 
@@ -124,8 +124,8 @@ def scaled_dot_product_attention(
     k, v : tensors of shape (..., n_kv_head, n_keys, head_dim)
         Keys and values; n_head is a multiple of n_kv_head, and both are static.
     mask : tensor broadcastable to (..., n_head, n_queries, n_keys), optional
-        Boolean: true where a query may see a key. Floating: added to the scores, where -inf means
-        that the query may not see the key.
+        Boolean: true where a query may see a key. Floating: added to the scores, where -inf, and
+        NaN too, means that the query may not see the key.
     is_causal : bool
         Whether a query sees no later key. The last query stands at the last key.
     scale : float, optional
@@ -159,7 +159,7 @@ def scaled_dot_product_attention(
     _check_softcap(softcap)
     op = AttentionLayer(
         is_causal=is_causal,
-        scale=_default_scale(q) if scale is None else float(scale),
+        scale=_resolve_scale(scale, q),
         window=window,
         softcap=None if softcap is None else float(softcap),
     )
@@ -228,7 +228,7 @@ def cached_attention(
     _check_window(window, is_causal=True)
     _check_softcap(softcap)
     op = CachedAttentionLayer(
-        scale=_default_scale(q) if scale is None else float(scale),
+        scale=_resolve_scale(scale, q),
         window=window,
         softcap=None if softcap is None else float(softcap),
     )
@@ -266,7 +266,7 @@ class MultiheadAttention(VariadicLayer):
     Raises
     ------
     ValueError
-        If the head counts do not divide.
+        If the head counts do not divide, or there is no such pairing.
     """
 
     def __init__(
@@ -285,6 +285,7 @@ class MultiheadAttention(VariadicLayer):
         pairing: str = "half",
     ):
         self.name = resolve_layer_name(name, "MultiheadAttention")
+        check_pairing(pairing)
         n_kv_head = n_head if n_kv_head is None else n_kv_head
         _check_groups(n_head, n_kv_head)
         if head_dim is None and n_embd % n_head:
@@ -521,10 +522,10 @@ def _age(x: TensorVariable) -> TensorVariable:
     if x.type.shape[-2] is not None:
         return pt.constant(range(x.type.shape[-2] - 1, -1, -1), dtype="int32")
     # Not arange: its runtime length does not lower on every backend.
-    one_a_token = pt.ones_like(x[..., 0], dtype="int32")
+    one_a_token, one = pt.ones_like(x[..., 0], dtype="int32"), pt.constant(1, dtype="int32")
     for _ in range(x.type.ndim - 2):
-        one_a_token = pt.max(one_a_token, axis=0)
-    return pt.cumsum(one_a_token[::-1])[::-1] - pt.constant(1, dtype="int32")
+        one_a_token = pt.minimum(pt.sum(one_a_token, axis=0, dtype="int32"), one)
+    return pt.cumsum(one_a_token[::-1])[::-1] - one
 
 
 def _drop_unseen(
@@ -552,7 +553,14 @@ def _output_shape(node: Apply, shapes: Sequence[Any]) -> tuple[Any, ...]:
     return (*batch, *q[-3:-1], v[-1])
 
 
-def _default_scale(q: TensorVariable) -> float:
+def _resolve_scale(scale: float | None, q: TensorVariable) -> float:
+    if scale is not None:
+        if not math.isfinite(scale):
+            raise ValueError(
+                f"A scale of {scale} makes no score finite. Pass a finite number, or None for "
+                "1 / sqrt(head_dim)."
+            )
+        return float(scale)
     if q.type.shape[-1] is None:
         raise ValueError(
             f"The scale 1 / sqrt(head_dim) is unknown for queries of shape {q.type.shape}. "

@@ -1,5 +1,6 @@
 """Normalization of the last axis."""
 
+import math
 from abc import abstractmethod
 from typing import Any, Literal
 
@@ -24,10 +25,23 @@ class Norm(Layer):
         Name of the layer.
     n_in : int, optional
         Width of the last axis.
+    epsilon : float
+        What is added under the root.
+
+    Raises
+    ------
+    ValueError
+        If epsilon is negative or not finite.
     """
 
-    def __init__(self, name: str, n_in: int | None):
+    def __init__(self, name: str, n_in: int | None, epsilon: float):
+        if not 0 <= epsilon < math.inf:
+            raise ValueError(
+                f"{name} got epsilon={epsilon}, with which a root may be NaN. Pass a small number "
+                "that is not negative."
+            )
         self.name = name
+        self.epsilon = epsilon
         self.n_in = n_in
         if n_in is not None:
             self.make_parameters(n_in)
@@ -98,10 +112,9 @@ class RMSNorm(Norm):
         affine: bool = True,
         scale_initializer: Initializer | None = None,
     ):
-        self.epsilon = epsilon
         self.affine = affine
         self.scale_initializer = scale_initializer
-        super().__init__(resolve_layer_name(name, "RMSNorm"), n_in)
+        super().__init__(resolve_layer_name(name, "RMSNorm"), n_in, epsilon)
 
     def make_parameters(self, n_in: int) -> None:
         if self.affine:
@@ -165,9 +178,8 @@ class ZeroCenteredRMSNorm(Norm):
                 f"compute_dtype={compute_dtype!r} is not a dtype this norm can scale in. Pass "
                 "'float32', or None for the dtype of the input."
             )
-        self.epsilon = epsilon
         self.compute_dtype = compute_dtype
-        super().__init__(resolve_layer_name(name, "ZeroCenteredRMSNorm"), n_in)
+        super().__init__(resolve_layer_name(name, "ZeroCenteredRMSNorm"), n_in, epsilon)
 
     def make_parameters(self, n_in: int) -> None:
         self.weight = trainable_parameter(
@@ -230,11 +242,10 @@ class LayerNorm(Norm):
         scale_initializer: Initializer | None = None,
         loc_initializer: Initializer | None = None,
     ):
-        self.epsilon = epsilon
         self.affine = affine
         self.scale_initializer = scale_initializer
         self.loc_initializer = loc_initializer
-        super().__init__(resolve_layer_name(name, "LayerNorm"), n_in)
+        super().__init__(resolve_layer_name(name, "LayerNorm"), n_in, epsilon)
 
     def make_parameters(self, n_in: int) -> None:
         if self.affine:

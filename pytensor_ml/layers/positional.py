@@ -26,8 +26,10 @@ from pytensor_ml.layers.rotary_scaling import (
     TWO_PI,
     Frequencies,
     ScalingProp,
+    check_rotary_dim,
     resolve_scaling,
     rotated_channels,
+    rotates_every_channel,
     scaled_frequencies,
 )
 
@@ -58,7 +60,8 @@ def rotary_table(
     Parameters
     ----------
     position_ids : tensor of int, shape (..., seq)
-        Positions, of any integer dtype, possibly negative.
+        Positions, of any integer dtype, possibly negative. JAX, unless it is told to hold 64 bits,
+        wraps those of int64 to 32 before any op sees them.
     rotary_dim : int or scalar tensor
         Number d of rotated channels, even. If symbolic, the angles are formed in the graph at the
         precision of ``dtype``, the scaling must be "none", "linear" or "ntk", and neither JAX nor
@@ -104,7 +107,7 @@ def rotary_table(
         pair_ids = pt.arange(rotary_dim // 2)
         return _symbolic_table(position_ids, pair_ids, base, resolved, dtype)
     op = RotaryTable(
-        rotary_dim=_check_rotary_dim(rotary_dim), base=base, scaling=resolved, dtype=dtype
+        rotary_dim=check_rotary_dim(rotary_dim), base=base, scaling=resolved, dtype=dtype
     )
     return op(position_ids, name="rotary_table")
 
@@ -144,7 +147,7 @@ def apply_rotary(x: TensorLike, table: TensorLike, *, pairing: str = "half") -> 
     ((2, 8, 5, 64), (2, 2, 5, 64))
     """
     x, table = as_tensor(x), as_tensor(table)
-    _check_pairing(pairing)
+    check_pairing(pairing)
     _check_table(x, table)
     return ApplyRotary(pairing=pairing, inverse=False)(x, table, name="rotated")
 
@@ -199,6 +202,11 @@ def rotary_embedding(
     dtype = "float64" if x.type.dtype == "float64" else "float32"
     head_dim = x.type.shape[-1]
     if rotary_dim is None and head_dim is None:
+        if not rotates_every_channel(scaling):
+            raise ValueError(
+                f"x has shape {x.type.shape}, so how many channels its partial_rotary_factor "
+                "rotates is unknown. Give x a static last dimension, or pass rotary_dim."
+            )
         pair_ids = _channels(x)[::2] // 2
         base, resolved = resolve_scaling(base, scaling, scaling_factor)
         table = _symbolic_table(position_ids, pair_ids, base, resolved, dtype)
@@ -252,13 +260,13 @@ class RotaryEmbedding(BinaryLayer):
         rotary_dim: int | None = None,
     ):
         self.name = resolve_layer_name(name, "RotaryEmbedding")
-        _check_pairing(pairing)
+        check_pairing(pairing)
         resolve_scaling(base, scaling, scaling_factor)
         self.base = base
         self.pairing = pairing
         self.scaling = scaling
         self.scaling_factor = scaling_factor
-        self.rotary_dim = None if rotary_dim is None else _check_rotary_dim(rotary_dim)
+        self.rotary_dim = None if rotary_dim is None else check_rotary_dim(rotary_dim)
 
     def __call__(self, x: TensorLike, position_ids: TensorLike) -> TensorVariable:
         rotated = rotary_embedding(
@@ -321,8 +329,8 @@ class IntegerRotaryEmbedding(Layer):
 
     def __init__(self, dim: int, effective_dim: int, base: float, table_size: int):
         self.name = "IntegerRotaryEmbedding"
-        self.dim = _check_rotary_dim(dim)
-        self.effective_dim = _check_rotary_dim(effective_dim)
+        self.dim = check_rotary_dim(dim)
+        self.effective_dim = check_rotary_dim(effective_dim)
         if effective_dim > dim:
             raise ValueError(
                 f"effective_dim={effective_dim} is larger than dim={dim}, so some frequencies "
@@ -391,7 +399,7 @@ class RotaryTable(UnaryLayerOp):
                 positions,
                 [frequencies, self._frequencies(length=original + 1)[0]],
                 self.dtype,
-                choose_second=pt.ge(pt.max(positions), _constant(original, positions.type.dtype)),
+                choose_second=pt.ge(_largest(positions), _constant(original, positions.type.dtype)),
             )
         else:
             frequencies, attention_factor = self._frequencies(length=1)
@@ -470,7 +478,7 @@ class ApplyRotary(BinaryLayerOp):
         if self.inverse:
             sin = -sin
         n_pairs = table.type.shape[-2]
-        if n_pairs is None or x.type.shape[-1] is None:
+        if n_pairs is None:
             rotated = _rotate_by_index(x.astype(dtype), cos, sin, self.pairing).astype(x.type.dtype)
         elif self.pairing == "half":
             first = x[..., :n_pairs].astype(dtype)
@@ -681,7 +689,7 @@ def _dynamic_digits(
 
     integer = positions.type.dtype
     beyond = pt.clip(
-        pt.max(positions) + _constant(1 - original_length, integer),
+        _largest(positions) + _constant(1 - original_length, integer),
         _constant(0, integer),
         _constant(2**POSITION_BITS - 1, integer),
     ).astype("int32")
@@ -764,12 +772,20 @@ def _carry(columns: Sequence[Any]) -> list[Any]:
     return [columns[0] + carry, *limbs[::-1]]
 
 
+def _largest(positions: TensorVariable) -> TensorVariable:
+    """Return the largest position, at least 0, which there is also where there are none."""
+    zero = pt.zeros((1,), dtype=positions.type.dtype)
+    return pt.max(pt.concatenate([positions.flatten(), zero]))
+
+
 def _constant(value: Any, dtype: str) -> TensorVariable:
     return pt.constant(np.asarray(value, dtype=dtype))
 
 
 def _widen(position_ids: TensorVariable) -> TensorVariable:
     """Return positions in an integer type that holds their digits, and their maximum plus one."""
+    if position_ids.type.dtype == "uint64":
+        position_ids = pt.minimum(position_ids, _constant(2**32, "uint64"))
     bits = np.dtype(position_ids.type.dtype).itemsize * 8
     is_signed = position_ids.type.dtype.startswith("int")
     return position_ids.astype("int32" if bits < 32 or (bits == 32 and is_signed) else "int64")
@@ -791,16 +807,7 @@ def _check_positions(position_ids: TensorLike) -> TensorVariable:
     return position_ids
 
 
-def _check_rotary_dim(rotary_dim: int) -> int:
-    if rotary_dim <= 0 or rotary_dim % 2:
-        raise ValueError(
-            f"rotary_dim {rotary_dim} is not even and positive, and channels rotate in pairs. "
-            f"Pass an even width, such as {max(2, rotary_dim - 1)}."
-        )
-    return int(rotary_dim)
-
-
-def _check_pairing(pairing: str) -> None:
+def check_pairing(pairing: str) -> None:
     if pairing not in ("half", "adjacent"):
         raise ValueError(
             f"Unknown pairing {pairing!r}, so the channels to rotate together are undefined. "

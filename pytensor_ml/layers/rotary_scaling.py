@@ -8,6 +8,7 @@ float64 turns the angle by up to 1e-7.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal, localcontext
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ def rotary_frequencies(
     """
     base, resolved = resolve_scaling(base, scaling, scaling_factor)
     frequencies, attention_factor = scaled_frequencies(
-        rotary_dim=rotary_dim, base=base, scaling=resolved, length=length
+        rotary_dim=check_rotary_dim(rotary_dim), base=base, scaling=resolved, length=length
     )
     return np.array([float(f) for f in frequencies]), float(attention_factor)
 
@@ -89,6 +90,11 @@ def resolve_scaling(
             )
         numbers = {} if scaling == "none" else {"factor": scaling_factor}
         scaling = {"rope_type": "default" if scaling == "none" else scaling, **numbers}
+    elif not isinstance(scaling, Mapping):
+        raise TypeError(
+            f"scaling={scaling!r} is neither the name of a kind nor a mapping, so no frequencies "
+            "are defined. Pass 'none' for plain ones, or the mapping of the checkpoint's config."
+        )
     elif scaling_factor != 1.0:
         raise ValueError(
             f"scaling_factor={scaling_factor!r} was given beside a mapping, so one of two factors "
@@ -96,13 +102,13 @@ def resolve_scaling(
         )
 
     given = {key: value for key, value in scaling.items() if value is not None}
-    names = {given.pop(key) for key in ("rope_type", "type") if key in given} or {"default"}
-    if len(names) > 1 or not names <= KINDS.keys():
+    names = [given.pop(key) for key in ("rope_type", "type") if key in given] or ["default"]
+    if any(name != names[0] for name in names) or names[0] not in list(KINDS):
         raise ValueError(
             f"rope_type {' and '.join(sorted(map(repr, names)))} does not name one scaling kind, "
             f"so no frequencies are defined. Choose one of {', '.join(KINDS)}."
         )
-    (name,) = names
+    name = names[0]
     kind = KINDS[name]
     allowed = {*kind.required, *kind.optional, "rope_theta", "partial_rotary_factor"}
     unknown, missing = given.keys() - allowed, set(kind.required) - given.keys()
@@ -116,7 +122,8 @@ def resolve_scaling(
             f"Scaling kind {name!r} lacks {', '.join(sorted(map(repr, missing)))}, without which "
             "its frequencies are undefined. Add it to the mapping."
         )
-    theta = _plain("rope_theta", given.pop("rope_theta", base))
+    given = {key: _plain(key, value) for key, value in given.items()}
+    theta = given.pop("rope_theta") if "rope_theta" in given else _plain("base", base)
     if base not in (theta, DEFAULT_BASE):
         raise ValueError(
             f"base={base!r} differs from rope_theta={theta!r} in the mapping, so one of them would "
@@ -126,8 +133,7 @@ def resolve_scaling(
         given.pop("partial_rotary_factor", None)
     if "max_position_embeddings" in kind.optional:
         _replace_max_position_embeddings(name, given)
-    resolved = {key: _plain(key, value) for key, value in given.items()}
-    return theta, tuple(sorted({"rope_type": name, **resolved}.items()))
+    return theta, tuple(sorted({"rope_type": name, **given}.items()))
 
 
 def scaled_frequencies(
@@ -149,6 +155,11 @@ def rotated_channels(head_dim: int, scaling: str | Mapping[str, Any]) -> int:
         return head_dim
     share = given.get("partial_rotary_factor")
     return head_dim if share is None else int(head_dim * _plain("partial_rotary_factor", share))
+
+
+def rotates_every_channel(scaling: str | Mapping[str, Any]) -> bool:
+    """Return whether all channels rotate, however many there are."""
+    return rotated_channels(2, scaling) == 2
 
 
 def plain(rotary_dim: int, base: Decimal) -> Frequencies:
@@ -238,6 +249,13 @@ def yarn(
        arXiv:2309.00071.
     """
 
+    if base <= 1 or beta_fast < beta_slow:
+        raise ValueError(
+            f"Base {base} with beta_fast {beta_fast} and beta_slow {beta_slow} puts no slower pair "
+            "after the faster ones, so there is no ramp between them. Pass a base above 1 and "
+            "beta_fast of at least beta_slow."
+        )
+
     def pair_that_turns(times: Decimal) -> Decimal:
         return (
             rotary_dim
@@ -292,6 +310,11 @@ def llama3(
     ----------
     .. [1] Grattafiori et al. (2024). The Llama 3 Herd of Models. arXiv:2407.21783.
     """
+    if high_freq_factor <= low_freq_factor:
+        raise ValueError(
+            f"high_freq_factor {high_freq_factor} is not above low_freq_factor {low_freq_factor}, "
+            "so no band lies between them. Pass the values from the checkpoint's config."
+        )
     frequencies = []
     for frequency in plain(rotary_dim, base)[0]:
         turns = original_max_position_embeddings * frequency / TWO_PI
@@ -335,6 +358,12 @@ def longrope(
     if attention_factor is None:
         attention_factor = Decimal(1)
         if factor > 1:
+            if original_max_position_embeddings <= 1:
+                raise ValueError(
+                    f"original_max_position_embeddings {original_max_position_embeddings} has no "
+                    "positive logarithm to form the attention factor with. Pass the length that "
+                    "the model was trained for, or attention_factor."
+                )
             attention_factor += factor.ln() / original_max_position_embeddings.ln()
         attention_factor = attention_factor.sqrt()
     return frequencies, attention_factor
@@ -405,6 +434,15 @@ KINDS = {
 }
 
 
+def check_rotary_dim(rotary_dim: int) -> int:
+    if rotary_dim <= 0 or rotary_dim % 2:
+        raise ValueError(
+            f"rotary_dim {rotary_dim} is not even and positive, and channels rotate in pairs. "
+            f"Pass an even width, such as {max(2, rotary_dim - 1)}."
+        )
+    return int(rotary_dim)
+
+
 def _replace_max_position_embeddings(name: str, given: dict[str, Any]) -> None:
     """Turn the extended length, which some configs give, into what the kind's formula reads."""
     extended = given.pop("max_position_embeddings", None)
@@ -427,20 +465,24 @@ def _plain(key: str, value: Any) -> Any:
     """Return ``value`` as a hashable value that JSON can hold."""
     if key == "truncate" and isinstance(value, bool):
         return value
-    if isinstance(value, bool | str):
+    is_list = key in ("short_factor", "long_factor")
+    numbers = tuple(value) if is_list and np.ndim(value) == 1 else (value,)
+    if not all(isinstance(n, Real) and not isinstance(n, bool) for n in numbers) or (
+        is_list and np.ndim(value) != 1
+    ):
         raise TypeError(
-            f"Scaling number {key}={value!r} is no number, so no frequencies follow from it. "
-            "Pass the number itself."
+            f"Rotary setting {key}={value!r} is no {'list of numbers' if is_list else 'number'}, "
+            "so no frequencies follow from it. Pass the value from the checkpoint's config."
         )
-    numbers = tuple(map(float, value)) if isinstance(value, list | tuple) else (float(value),)
+    numbers = tuple(map(float, numbers))
     least = -np.inf if key.startswith("mscale") else 0
     most = 1 if key == "partial_rotary_factor" else np.inf
     if not all(np.isfinite(n) and least < n <= most for n in numbers):
         raise ValueError(
-            f"Scaling number {key}={value!r} is not finite and in ({least}, {most}], so no "
+            f"Rotary setting {key}={value!r} is not finite and in ({least}, {most}], so no "
             "frequencies follow from it. Pass the value from the checkpoint's config."
         )
-    return numbers if isinstance(value, list | tuple) else numbers[0]
+    return numbers if is_list else numbers[0]
 
 
 def _decimal(value: Any) -> Any:

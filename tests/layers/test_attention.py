@@ -386,6 +386,7 @@ def test_static_shapes():
         ({}, {"window": 0, "is_causal": True}, "window of 0"),
         ({}, {"window": 2}, "Pass is_causal=True"),
         ({}, {"softcap": 0.0}, "softcap of 0.0"),
+        ({}, {"scale": np.nan}, "scale of nan"),
         ({"v": (2, 2, 6, 8)}, {}, "5 keys and 6 values"),
         ({}, {"mask": np.ones((2, 3, 5), bool)}, r"\(2, 3, 5\) does not broadcast"),
     ],
@@ -401,6 +402,10 @@ def test_layer_errors():
         MultiheadAttention(n_embd=10, n_head=4)
     with pytest.raises(ValueError, match="4 query heads"):
         MultiheadAttention(n_embd=12, n_head=4, n_kv_head=3)
+    with pytest.raises(ValueError, match="pairing 'both'"):
+        MultiheadAttention(n_embd=12, n_head=4, pairing="both")
+    with pytest.raises(ValueError, match=r"shape \(12, 0\)"):
+        MultiheadAttention(n_embd=12, n_head=4, head_dim=0)
     with pytest.raises(ValueError, match="fused_qkv"):
         MultiheadAttention(n_embd=12, n_head=4, kv_dim=6, fused_qkv=True)
     x, kv = tensors(x=(2, 3, 12), kv=(2, 3, 12))

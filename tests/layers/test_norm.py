@@ -346,6 +346,9 @@ def test_unfit_arguments_are_refused():
         RMSNorm(n_in=3)(pt.lmatrix("x"))
     with pytest.raises(ValueError, match=r"'float64'.*'float32', or None"):
         ZeroCenteredRMSNorm(n_in=3, compute_dtype="float64")
+    for epsilon in (-1e-6, float("nan")):
+        with pytest.raises(ValueError, match=f"norm got epsilon={epsilon}"):
+            RMSNorm("norm", n_in=3, epsilon=epsilon)
 
 
 def test_importing_a_layer_imports_no_backend():

@@ -51,6 +51,14 @@ LONGROPE = {
     "original_max_position_embeddings": 64,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 2048}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 EXACT_POSITIONS = [0, 1, 40, 131071, 1_000_000, 2_000_000, 3_999_999, 16_777_215, -1, -16_777_215]
 FAR_POSITIONS = [16_777_216, 16_777_217, 2**31 - 1, -(2**31) + 1, 1_234_567_890, -987_654_321]
 
@@ -83,6 +91,7 @@ def tables(floatX):
         "integer": IntegerRotaryEmbedding(12, 8, 10_000, 1024)(p),
         "int8": rotary_table(p.astype("int8"), rotary_dim=8, dtype=floatX),
         "uint8": rotary_table(p.astype("uint8"), rotary_dim=8, dtype=floatX),
+        "uint64": rotary_table(p.astype("uint64"), rotary_dim=8, dtype=floatX),
     }
     for kind in TABLE_KINDS:
         outputs[kind] = rotary_table(p, rotary_dim=8, dtype=floatX, **KINDS[kind])
@@ -188,9 +197,10 @@ def test_table_goes_by_the_values_of_positions(tables):
 def test_positions_beyond_31_bits_are_nan(tables, backend, floatX):
     if backend == "jax" and floatX == "float32":
         pytest.skip("JAX without x64 has no such positions")
-    rows = tables([2**33, -(2**40), 3])["none"]
-    assert np.isnan(rows[:2]).all()
-    assert np.isfinite(rows[2]).all()
+    results = tables([2**33, -(2**40), 3])
+    for name in ("none", "uint64"):
+        assert np.isnan(results[name][:2]).all()
+        assert np.isfinite(results[name][2]).all()
 
 
 def test_integer_rotary_embedding_equals_reference(tables):
@@ -223,6 +233,7 @@ def test_dynamic_goes_by_the_length_at_hand():
         expected = reference.table(positions, theta)
         bound = 3e-7 if length < 2**24 else 4e-7
         np.testing.assert_allclose(compiled(np.array(positions)), expected, rtol=0, atol=bound)
+    assert compiled(np.zeros(0, "int64")).shape == (0, 64, 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -371,7 +382,10 @@ def test_unknown_feature_axis(x, floatX, pairing):
     p = pt.lvector("p")
     rotated = rotary_embedding(unknown, p, pairing=pairing, **options)
     partial = rotary_embedding(unknown, p, pairing=pairing, rotary_dim=8)
-    both = pytensor.function([unknown, p], [rotated, partial])(x, np.arange(5))
+    run = pytensor.function([unknown, p], [rotated, partial])
+    both = run(x, np.arange(5))
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        run(x[..., :6], np.arange(5))
     for actual, (theta, _) in zip(
         both,
         [
@@ -500,6 +514,32 @@ P = pt.lvector("p")
             lambda: rotary_table(pt.tensor(dtype="bool", shape=(3,)), rotary_dim=8),
         ),
         (TypeError, "int64", lambda: apply_rotary(pt.lmatrix("x"), pt.zeros((5, 4, 2)))),
+        (TypeError, "scaling=None", lambda: rotary_table(P, rotary_dim=8, scaling=None)),
+        (
+            TypeError,
+            "short_factor=2.0 is no list",
+            lambda: RotaryEmbedding(scaling={**LONGROPE, "short_factor": 2.0}),
+        ),
+        (
+            TypeError,
+            "factor=.*is no number",
+            lambda: RotaryEmbedding(scaling={**YARN, "factor": [2]}),
+        ),
+        (
+            TypeError,
+            "max_position_embeddings='64'",
+            lambda: RotaryEmbedding(scaling={**YARN, "max_position_embeddings": "64"}),
+        ),
+        (ValueError, "rotary_dim 7", lambda: rotary_frequencies(rotary_dim=7)),
+        (
+            ValueError,
+            "partial_rotary_factor",
+            lambda: rotary_embedding(
+                pt.tensor("x", shape=(2, 5, None)),
+                P,
+                scaling={"rope_type": "default", "partial_rotary_factor": 0.5},
+            ),
+        ),
         (ValueError, "float16", lambda: rotary_table(P, rotary_dim=8, dtype="float16")),
         (ValueError, "'both'.*'half'.*'adjacent'", lambda: RotaryEmbedding(pairing="both")),
         (ValueError, "rotary_dim=64", lambda: RotaryEmbedding("rope").table(P)),
@@ -528,6 +568,11 @@ def test_wrong_arguments_raise_at_the_call(error, match, call):
         ("rope_theta=2", {"scaling": {"rope_type": "default", "rope_theta": 2}, "base": 3.0}),
         ("factor=-1", {"scaling": {"rope_type": "linear", "factor": -1}}),
         ("3 entries", {"scaling": {**LONGROPE, "long_factor": [1.0, 2.0, 3.0]}}),
+        ("no band", {"scaling": {**LLAMA3, "low_freq_factor": 4.0}}),
+        ("beta_fast", {"scaling": {**YARN, "beta_fast": 1, "beta_slow": 32}}),
+        ("[Bb]ase 1", {"scaling": YARN, "base": 1.0}),
+        ("no positive logarithm", {"scaling": {**LONGROPE, "original_max_position_embeddings": 1}}),
+        (r"\['yarn'\]", {"scaling": {"rope_type": ["yarn"]}}),
         ("known width", {"scaling": DYNAMIC, "rotary_dim": pt.lscalar("d")}),
     ],
 )
