@@ -2,6 +2,7 @@
 
 from pytensor_ml.layers.attention import (
     CausalSelfAttention,
+    GatedAttention,
     KVCache,
     MultiheadAttention,
     cached_attention,
@@ -27,7 +28,11 @@ from pytensor_ml.layers.positional import (
     rotary_embedding,
     rotary_table,
 )
-from pytensor_ml.layers.transformer import DecoderBlock, TransformerBlock, TransformerStack
+from pytensor_ml.layers.transformer import (
+    DecoderBlock,
+    TransformerBlock,
+    TransformerStack,
+)
 
 __all__ = [
     "CausalSelfAttention",
@@ -37,6 +42,7 @@ __all__ = [
     "Embedding",
     "FeedForward",
     "Flatten",
+    "GatedAttention",
     "GatedFeedForward",
     "Input",
     "IntegerRotaryEmbedding",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytensor.tensor as pt
 from pytensor.configdefaults import config
@@ -13,12 +13,14 @@ from pytensor.tensor.variable import TensorVariable
 
 import pytensor_ml.dispatch  # noqa: F401  (its rewrites put in the kernels)
 from pytensor_ml.base import (
+    Layer,
     LayerOp,
     VariadicLayer,
     VariadicLayerOp,
     resolve_layer_name,
 )
 from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.norm import ZeroCenteredRMSNorm
 from pytensor_ml.layers.positional import apply_rotary, check_pairing
 from pytensor_ml.state import Initializer
 
@@ -235,7 +237,157 @@ def cached_attention(
     return op(q, k, v, *cache, name="attention_output")
 
 
-class MultiheadAttention(VariadicLayer):
+class GroupedQueryAttention(VariadicLayer):
+    """What :class:`MultiheadAttention` and :class:`GatedAttention` share, parameters as there."""
+
+    def __init__(
+        self,
+        name: str | None,
+        *,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int | None,
+        head_dim: int | None,
+        kv_dim: int | None = None,
+        fused_qkv: bool = False,
+        bias: bool,
+        out_bias: bool | None = None,
+        is_causal: bool,
+        out_proj_initializer: Initializer | None = None,
+        pairing: str = "half",
+        q_norm: Layer | None = None,
+        k_norm: Layer | None = None,
+        qk_norm_order: Literal["before_rotary", "after_rotary"] = "before_rotary",
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ):
+        self.name = resolve_layer_name(name, type(self).__name__)
+        check_pairing(pairing)
+        if qk_norm_order not in ("before_rotary", "after_rotary"):
+            raise ValueError(
+                f"{self.name} got qk_norm_order={qk_norm_order!r}, which says neither that norms "
+                "come before nor after the rotation. Pass 'before_rotary' or 'after_rotary'."
+            )
+        n_kv_head = n_head if n_kv_head is None else n_kv_head
+        _check_groups(n_head, n_kv_head)
+        _check_window(window, is_causal)
+        if head_dim is None and n_embd % n_head:
+            raise ValueError(
+                f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal "
+                "width. Change one of them, or pass head_dim."
+            )
+        if fused_qkv and kv_dim is not None:
+            raise ValueError(
+                f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one "
+                "input. Pass fused_qkv=False."
+            )
+        self.n_embd = n_embd
+        self.n_head = n_head
+        self.n_kv_head = n_kv_head
+        self.head_dim = n_embd // n_head if head_dim is None else head_dim
+        self.is_causal = is_causal
+        self.pairing = pairing
+        self.fused_qkv = fused_qkv
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.qk_norm_order = qk_norm_order
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
+        n_q, n_kv = n_head * self.head_dim, n_kv_head * self.head_dim
+        if fused_qkv:
+            self.qkv_proj = Linear(
+                f"{self.name}_qkv_proj", n_in=n_embd, n_out=n_q + 2 * n_kv, bias=bias
+            )
+        else:
+            kv_in = n_embd if kv_dim is None else kv_dim
+            self.q_proj = Linear(f"{self.name}_q_proj", n_in=n_embd, n_out=n_q, bias=bias)
+            self.k_proj = Linear(f"{self.name}_k_proj", n_in=kv_in, n_out=n_kv, bias=bias)
+            self.v_proj = Linear(f"{self.name}_v_proj", n_in=kv_in, n_out=n_kv, bias=bias)
+        self.out_proj = Linear(
+            f"{self.name}_out_proj",
+            n_in=n_q,
+            n_out=n_embd,
+            bias=bias if out_bias is None else out_bias,
+            weight_initializer=out_proj_initializer,
+        )
+
+    def attend(
+        self,
+        x: TensorVariable,
+        kv: TensorLike | None,
+        *,
+        mask: TensorLike | None,
+        rope: TensorLike | None,
+        cache: KVCache | None,
+    ) -> tuple[TensorVariable, TensorVariable, TensorVariable]:
+        """Return each head's average of values, and the keys and values of ``x``."""
+        if mask is not None and cache is not None:
+            raise ValueError(
+                f"{self.name} got a mask beside a cache, but attention to a cache is causal and "
+                "hides what lies before cache.start, so the mask would be ignored. Leave it out."
+            )
+        q, k, v = self._project(x, kv)
+        q = self._turned(q, self.q_norm, rope)
+        k = self._turned(k, self.k_norm, rope)
+        if cache is None:
+            heads = scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                is_causal=self.is_causal,
+                scale=self.scale,
+                window=self.window,
+                softcap=self.softcap,
+            )
+        else:
+            heads = cached_attention(
+                q, k, v, cache, scale=self.scale, window=self.window, softcap=self.softcap
+            )
+        return heads, k, v
+
+    def _turned(
+        self, x: TensorVariable, norm: Layer | None, rope: TensorLike | None
+    ) -> TensorVariable:
+        """Normalize queries or keys and rotate them, in the order of ``qk_norm_order``."""
+        if norm is not None and self.qk_norm_order == "before_rotary":
+            x = norm(x)
+        if rope is not None:
+            x = apply_rotary(x, rope, pairing=self.pairing)
+        if norm is not None and self.qk_norm_order == "after_rotary":
+            x = norm(x)
+        return x
+
+    def _project(
+        self, x: TensorVariable, kv: TensorLike | None
+    ) -> tuple[TensorVariable, TensorVariable, TensorVariable]:
+        n_q, n_kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
+        if self.fused_qkv:
+            if kv is not None:
+                raise ValueError(
+                    f"{self.name} has one weight for queries, keys and values, so it cannot make "
+                    "keys and values from another input. Build it with fused_qkv=False."
+                )
+            qkv = self.qkv_proj(x)
+            q, k, v = qkv[..., :n_q], qkv[..., n_q : n_q + n_kv], qkv[..., n_q + n_kv :]
+        else:
+            source = x if kv is None else as_tensor(kv)
+            q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
+        return (
+            _split_heads(q, self.n_head),
+            _split_heads(k, self.n_kv_head),
+            _split_heads(v, self.n_kv_head),
+        )
+
+    def _project_out(self, heads: TensorVariable) -> TensorVariable:
+        y = self.out_proj(_join_heads(heads))
+        y.name = f"{self.name}_output"
+        return y
+
+
+class MultiheadAttention(GroupedQueryAttention):
     r"""Multi-head attention with grouped queries and, if a table is given, rotary positions.
 
     Parameters
@@ -260,13 +412,25 @@ class MultiheadAttention(VariadicLayer):
         Law of the output weight.
     head_dim : int, optional
         Width of a head. Default is ``n_embd // n_head``.
+    out_bias : bool, optional
+        Whether the output projection has a bias. Default is ``bias``.
     pairing : "half" or "adjacent"
         How channels pair under rotation (:func:`~pytensor_ml.layers.positional.apply_rotary`).
+    q_norm, k_norm : Layer, optional
+        Norms of queries and of keys, each head by itself: build them with ``n_in=head_dim`` [1]_.
+    qk_norm_order : "before_rotary" or "after_rotary"
+        Whether they come before the rotation or after it.
+    scale, window, softcap
+        As for :func:`scaled_dot_product_attention`.
 
     Raises
     ------
     ValueError
-        If the head counts do not divide, or there is no such pairing.
+        If the head counts do not divide, or an option has no such value.
+
+    References
+    ----------
+    .. [1] Henry et al. (2020). Query-Key Normalization for Transformers. arXiv:2010.04245.
     """
 
     def __init__(
@@ -282,44 +446,34 @@ class MultiheadAttention(VariadicLayer):
         is_causal: bool = False,
         out_proj_initializer: Initializer | None = None,
         head_dim: int | None = None,
+        out_bias: bool | None = None,
         pairing: str = "half",
+        q_norm: Layer | None = None,
+        k_norm: Layer | None = None,
+        qk_norm_order: Literal["before_rotary", "after_rotary"] = "before_rotary",
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ):
-        self.name = resolve_layer_name(name, "MultiheadAttention")
-        check_pairing(pairing)
-        n_kv_head = n_head if n_kv_head is None else n_kv_head
-        _check_groups(n_head, n_kv_head)
-        if head_dim is None and n_embd % n_head:
-            raise ValueError(
-                f"{self.name} cannot split n_embd={n_embd} into n_head={n_head} heads of equal "
-                "width. Change one of them, or pass head_dim."
-            )
-        if fused_qkv and kv_dim is not None:
-            raise ValueError(
-                f"{self.name} got kv_dim={kv_dim} with fused_qkv=True, but one weight reads one "
-                "input. Pass fused_qkv=False."
-            )
-        self.n_head = n_head
-        self.n_kv_head = n_kv_head
-        self.head_dim = n_embd // n_head if head_dim is None else head_dim
-        self.is_causal = is_causal
-        self.pairing = pairing
-        self.fused_qkv = fused_qkv
-        n_q, n_kv = n_head * self.head_dim, n_kv_head * self.head_dim
-        if fused_qkv:
-            self.qkv_proj = Linear(
-                f"{self.name}_qkv_proj", n_in=n_embd, n_out=n_q + 2 * n_kv, bias=bias
-            )
-        else:
-            kv_in = n_embd if kv_dim is None else kv_dim
-            self.q_proj = Linear(f"{self.name}_q_proj", n_in=n_embd, n_out=n_q, bias=bias)
-            self.k_proj = Linear(f"{self.name}_k_proj", n_in=kv_in, n_out=n_kv, bias=bias)
-            self.v_proj = Linear(f"{self.name}_v_proj", n_in=kv_in, n_out=n_kv, bias=bias)
-        self.out_proj = Linear(
-            f"{self.name}_out_proj",
-            n_in=n_q,
-            n_out=n_embd,
+        super().__init__(
+            name,
+            n_embd=n_embd,
+            n_head=n_head,
+            n_kv_head=n_kv_head,
+            head_dim=head_dim,
+            kv_dim=kv_dim,
+            fused_qkv=fused_qkv,
             bias=bias,
-            weight_initializer=out_proj_initializer,
+            out_bias=out_bias,
+            is_causal=is_causal,
+            out_proj_initializer=out_proj_initializer,
+            pairing=pairing,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qk_norm_order=qk_norm_order,
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
 
     def __call__(
@@ -353,49 +507,9 @@ class MultiheadAttention(VariadicLayer):
         keys, values : tensors of shape (batch, n_kv_head, tokens, head_dim)
             Only with ``cache``: what the caller writes into it.
         """
-        if mask is not None and cache is not None:
-            raise ValueError(
-                f"{self.name} got a mask beside a cache, but attention to a cache is causal and "
-                "hides what lies before cache.start, so the mask would be ignored. Leave it out."
-            )
-        q, k, v = self._project(as_tensor(x), kv)
-        if rope is not None:
-            q = apply_rotary(q, rope, pairing=self.pairing)
-            k = apply_rotary(k, rope, pairing=self.pairing)
-        if cache is None:
-            heads = scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                mask=mask,
-                is_causal=self.is_causal,
-            )
-        else:
-            heads = cached_attention(q, k, v, cache)
-        y = self.out_proj(_join_heads(heads))
-        y.name = f"{self.name}_output"
+        heads, k, v = self.attend(as_tensor(x), kv, mask=mask, rope=rope, cache=cache)
+        y = self._project_out(heads)
         return y if cache is None else (y, k, v)
-
-    def _project(
-        self, x: TensorVariable, kv: TensorLike | None
-    ) -> tuple[TensorVariable, TensorVariable, TensorVariable]:
-        n_q, n_kv = self.n_head * self.head_dim, self.n_kv_head * self.head_dim
-        if self.fused_qkv:
-            if kv is not None:
-                raise ValueError(
-                    f"{self.name} has one weight for queries, keys and values, so it cannot make "
-                    "keys and values from another input. Build it with fused_qkv=False."
-                )
-            qkv = self.qkv_proj(x)
-            q, k, v = qkv[..., :n_q], qkv[..., n_q : n_q + n_kv], qkv[..., n_q + n_kv :]
-        else:
-            source = x if kv is None else as_tensor(kv)
-            q, k, v = self.q_proj(x), self.k_proj(source), self.v_proj(source)
-        return (
-            _split_heads(q, self.n_head),
-            _split_heads(k, self.n_kv_head),
-            _split_heads(v, self.n_kv_head),
-        )
 
 
 class CausalSelfAttention(MultiheadAttention):
@@ -415,7 +529,7 @@ class CausalSelfAttention(MultiheadAttention):
         out_proj_initializer: Initializer | None = None,
     ):
         super().__init__(
-            resolve_layer_name(name, "CausalSelfAttention"),
+            name,
             n_embd=n_embd,
             n_head=n_head,
             n_kv_head=n_kv_head,
@@ -423,6 +537,122 @@ class CausalSelfAttention(MultiheadAttention):
             is_causal=True,
             out_proj_initializer=out_proj_initializer,
         )
+
+
+class GatedAttention(GroupedQueryAttention):
+    r"""Grouped-query attention whose heads are gated by its input [1]_, as in Praxis [2]_.
+
+    .. math:: y = W_o \, [\sigma(g_h(x)) \, \mathrm{head}_h(x)]_h + b_o
+
+    Queries and keys are rotated, then normalized a head at a time by a
+    :class:`~pytensor_ml.layers.norm.ZeroCenteredRMSNorm`; every token sees every other that
+    ``mask`` lets it see.
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of the layer.
+    dim : int
+        Width of the input and of the output.
+    num_heads, num_kv_heads : int
+        Number of query heads, and of key and value heads.
+    head_dim : int
+        Width of a head.
+    qk_norm_eps : float
+        The epsilon of the norms of queries and keys.
+    gate : "head" or "channel"
+        Whether there is one gate a head, or one a channel of each head.
+
+    Raises
+    ------
+    ValueError
+        If the head counts do not divide, or there is no such gate.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import GatedAttention, rotary_table
+    >>> attention = GatedAttention(
+    ...     "attention", dim=64, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm_eps=1e-6
+    ... )
+    >>> x = pt.tensor("x", shape=(2, 5, 64), dtype="float32")
+    >>> attention(x, rotary_table(pt.arange(5), rotary_dim=16)).type.shape
+    (2, 5, 64)
+
+    References
+    ----------
+    .. [1] Qiu et al. (2025). Gated Attention for Large Language Models. arXiv:2505.06708.
+    .. [2] NVIDIA NeMo AutoModel, ``nemo_automodel.components.models.praxis.layers``.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm_eps: float,
+        gate: Literal["head", "channel"] = "head",
+    ):
+        name = resolve_layer_name(name, "GatedAttention")
+        if gate not in ("head", "channel"):
+            raise ValueError(
+                f"{name} got gate={gate!r}, which says neither that heads nor that channels are "
+                "gated. Pass 'head' or 'channel'."
+            )
+        super().__init__(
+            name,
+            n_embd=dim,
+            n_head=num_heads,
+            n_kv_head=num_kv_heads,
+            head_dim=head_dim,
+            bias=False,
+            out_bias=True,
+            is_causal=False,
+            q_norm=ZeroCenteredRMSNorm(f"{name}_q_norm", n_in=head_dim, epsilon=qk_norm_eps),
+            k_norm=ZeroCenteredRMSNorm(f"{name}_k_norm", n_in=head_dim, epsilon=qk_norm_eps),
+            qk_norm_order="after_rotary",
+        )
+        self.gate_proj = Linear(
+            f"{name}_gate_proj",
+            n_in=dim,
+            n_out=num_heads if gate == "head" else num_heads * head_dim,
+            bias=False,
+        )
+
+    def __call__(
+        self,
+        x: TensorLike,
+        rope: TensorLike | None,
+        mask: TensorLike | None = None,
+        *,
+        cache: KVCache | None = None,
+    ) -> TensorVariable | tuple[TensorVariable, TensorVariable, TensorVariable]:
+        """Attend.
+
+        Parameters
+        ----------
+        x : tensor of shape (..., tokens, dim)
+            Its input.
+        rope : tensor of shape (..., tokens, rotary_dim // 2, 2) or None
+            Rotary table that turns queries and keys.
+        mask, cache
+            As for :class:`MultiheadAttention`; a boolean mask of shape (tokens, tokens) serves all
+            rows and heads.
+
+        Returns
+        -------
+        y : tensor of shape (..., tokens, dim)
+        keys, values : tensors of shape (batch, num_kv_heads, tokens, head_dim)
+            Only with ``cache``: what the caller writes into it.
+        """
+        x = as_tensor(x)
+        heads, k, v = self.attend(x, None, mask=mask, rope=rope, cache=cache)
+        gates = _split_heads(pt.sigmoid(self.gate_proj(x)), self.n_head)
+        y = self._project_out(heads * gates)
+        return y if cache is None else (y, k, v)
 
 
 def attend(
