@@ -20,6 +20,7 @@ from pytensor_ml.layers.dropout import Dropout
 from pytensor_ml.layers.embedding import Embedding
 from pytensor_ml.layers.feedforward import FeedForward, GatedFeedForward
 from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.moe import MoE, build_moe_config
 from pytensor_ml.layers.norm import LayerNorm, RMSNorm, ZeroCenteredRMSNorm
 from pytensor_ml.layers.positional import (
     IntegerRotaryEmbedding,
@@ -49,6 +50,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "Linear",
+    "MoE",
     "MultiheadAttention",
     "RMSNorm",
     "RotaryEmbedding",
@@ -58,6 +60,7 @@ __all__ = [
     "TransformerStack",
     "ZeroCenteredRMSNorm",
     "apply_rotary",
+    "build_moe_config",
     "cached_attention",
     "call_as_block",
     "rotary_embedding",

@@ -2,4 +2,5 @@
 
 from pytensor_ml.dispatch.jax import attention as attention
 from pytensor_ml.dispatch.jax import generation as generation
+from pytensor_ml.dispatch.jax import moe as moe
 from pytensor_ml.dispatch.jax import norm as norm

@@ -2,4 +2,5 @@
 
 from pytensor_ml.dispatch.mlx import attention as attention
 from pytensor_ml.dispatch.mlx import generation as generation
+from pytensor_ml.dispatch.mlx import moe as moe
 from pytensor_ml.dispatch.mlx import norm as norm
