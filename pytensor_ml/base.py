@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from pytensor.compile.builders import OpFromGraph, SymbolicOp
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.fg import FunctionGraph
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
 
@@ -38,6 +39,10 @@ class LayerOp(SymbolicOp):
 
     # PyTensor's metaclass gives it to every class that has ``__props__``.
     _props_dict: Callable[[], dict[str, Any]]
+
+    def do_constant_folding(self, fgraph: FunctionGraph, node: Apply) -> bool:
+        """Leave an op of constant inputs in the graph: to run it now, PyTensor would compile C."""
+        return False
 
     def for_prediction(self, inputs: list[Variable]) -> list[Variable] | None:
         """Return what stands in for the outputs outside of training, or None to keep the op."""

@@ -33,6 +33,8 @@ from pytensor_ml.layers.transformer import (
     DecoderBlock,
     TransformerBlock,
     TransformerStack,
+    modulate,
+    praxis_stack,
 )
 
 __all__ = [
@@ -63,6 +65,8 @@ __all__ = [
     "build_moe_config",
     "cached_attention",
     "call_as_block",
+    "modulate",
+    "praxis_stack",
     "rotary_embedding",
     "rotary_table",
     "scaled_dot_product_attention",

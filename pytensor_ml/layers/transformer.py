@@ -1,23 +1,38 @@
 """Blocks of a decoder, and stacks of them."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
+import numpy as np
 import pytensor.tensor as pt
+from pytensor.configdefaults import config
+from pytensor.scalar import upcast
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.activations import Activation
 from pytensor_ml.base import Layer, VariadicLayer, resolve_layer_name
-from pytensor_ml.layers.attention import KVCache, MultiheadAttention
+from pytensor_ml.layers.attention import (
+    GatedAttention,
+    GroupedQueryAttention,
+    KVCache,
+    MultiheadAttention,
+)
 from pytensor_ml.layers.combinators import call_as_block
 from pytensor_ml.layers.dropout import Dropout
 from pytensor_ml.layers.feedforward import FeedForward as FeedForward
-from pytensor_ml.layers.norm import LayerNorm
-from pytensor_ml.layers.positional import RotaryEmbedding
+from pytensor_ml.layers.feedforward import GatedFeedForward
+from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.moe import MoE
+from pytensor_ml.layers.norm import LayerNorm, ZeroCenteredRMSNorm
+from pytensor_ml.layers.positional import IntegerRotaryEmbedding, RotaryEmbedding
+from pytensor_ml.params import NonTrainableParameter, non_trainable
 from pytensor_ml.pytensorf.collect import as_output_list
-from pytensor_ml.state import Initializer
+from pytensor_ml.state import Initializer, ZeroInitializer
 
+type TableBuilder = RotaryEmbedding | IntegerRotaryEmbedding
+type ModulationDtype = Literal["mixed", "float32", "float16"]
 type BlockOutput = TensorVariable | tuple[TensorVariable, TensorVariable, TensorVariable]
 
 
@@ -25,50 +40,106 @@ class DecoderBlock(VariadicLayer):
     r"""Attention and a feed-forward, each added to its input.
 
     .. math::
-        h &= x + \mathrm{attention}(\mathrm{norm}(x)) \\
-        y &= h + \mathrm{feed\_forward}(\mathrm{norm}(h))
+        h &= x + \mathrm{attention}(s \, \mathrm{norm}(x)) \\
+        y &= h + \mathrm{feed\_forward}(s \, \mathrm{norm}(h))
+
+    where norms may also follow the two branches [1]_, and x may be modulated first [2]_.
 
     Parameters
     ----------
     name : str, optional
         Name of the layer.
-    attention : MultiheadAttention
+    attention : MultiheadAttention or GatedAttention
         Called with ``(x, mask=, rope=, cache=)``.
-    feed_forward : Layer
+    feed_forward : Layer or MoE
         Acts on each token.
     attention_norm, feed_forward_norm : Layer
         What normalizes the inputs of the two, or their sums if ``norm_first`` is false.
+    post_attention_norm, post_feed_forward_norm : Layer, optional
+        What normalizes the outputs of the two before they are added.
+    branch_scale : float
+        The factor s. Other than 1 it is kept in a parameter that is not trained, so that blocks of
+        different factors are equal ops.
+    modulation_dim : int, optional
+        Width of a conditioning, from which a linear ``modulator`` makes the shift and the scale
+        of the block's input (:func:`modulate`). It starts as the identity.
+    modulation_dtype : "mixed", "float32" or "float16"
+        As for :func:`modulate`.
     norm_first : bool
         Whether to normalize before each branch or after each sum.
     dropout : float
         Probability of dropping an element of a branch's output in training.
+    rotary_kind : str, optional
+        Which of several rotary tables the block takes (:class:`TransformerStack`).
+
+    Raises
+    ------
+    ValueError
+        If the modulation has no such dtype.
+
+    References
+    ----------
+    .. [1] Gemma Team (2024). Gemma 2: Improving Open Language Models at a Practical Size.
+       arXiv:2408.00118.
+    .. [2] Perez et al. (2018). FiLM: Visual Reasoning with a General Conditioning Layer.
+       arXiv:1709.07871.
     """
 
     def __init__(
         self,
         name: str | None = None,
         *,
-        attention: MultiheadAttention,
-        feed_forward: Layer,
+        attention: GroupedQueryAttention,
+        feed_forward: Layer | MoE,
         attention_norm: Layer,
         feed_forward_norm: Layer,
+        post_attention_norm: Layer | None = None,
+        post_feed_forward_norm: Layer | None = None,
+        branch_scale: float | NonTrainableParameter = 1.0,
+        modulation_dim: int | None = None,
+        modulation_dtype: ModulationDtype = "mixed",
         norm_first: bool = True,
         dropout: float = 0.0,
+        rotary_kind: str | None = None,
     ):
         self.name = resolve_layer_name(name, "DecoderBlock")
+        _check_modulation_dtype(modulation_dtype)
         self.attention = attention
         self.feed_forward = feed_forward
         self.attention_norm = attention_norm
         self.feed_forward_norm = feed_forward_norm
+        self.post_attention_norm = post_attention_norm
+        self.post_feed_forward_norm = post_feed_forward_norm
+        if not isinstance(branch_scale, NonTrainableParameter) and branch_scale != 1:
+            branch_scale = non_trainable(
+                np.asarray(branch_scale, config.floatX),
+                f"{self.name}_branch_scale",
+                layer_name=self.name,
+            )
+        self.branch_scale = branch_scale
+        self.modulation_dtype = modulation_dtype
+        self.modulator = (
+            None
+            if modulation_dim is None
+            else Linear(
+                f"{self.name}_modulator",
+                n_in=modulation_dim,
+                n_out=2 * attention.n_embd,
+                weight_initializer=ZeroInitializer(),
+                bias_initializer=IdentityModulationInitializer(),
+            )
+        )
         self.norm_first = norm_first
         self.attention_dropout = Dropout(f"{self.name}_attn_dropout", p=dropout)
         self.feed_forward_dropout = Dropout(f"{self.name}_ff_dropout", p=dropout)
+        self.rotary_kind = rotary_kind
 
     def __call__(
         self,
         x: TensorLike,
         rope: TensorLike | None = None,
         mask: TensorLike | None = None,
+        x_mod: TensorLike | None = None,
         *,
         cache: KVCache | None = None,
     ) -> BlockOutput:
@@ -80,14 +151,30 @@ class DecoderBlock(VariadicLayer):
             Its input.
         rope, mask, cache
             As for :class:`~pytensor_ml.layers.attention.MultiheadAttention`.
+        x_mod : tensor of shape (..., tokens, modulation_dim), optional
+            Conditioning of each token, for a block that has a modulator.
 
         Returns
         -------
         y : tensor of shape (..., tokens, width)
         keys, values : tensors of shape (batch, n_kv_head, tokens, head_dim)
             Only with ``cache``: what the caller writes into it.
+
+        Raises
+        ------
+        ValueError
+            If there is a modulator and no conditioning, or the reverse.
         """
         x = as_tensor(x)
+        if (x_mod is None) != (self.modulator is None):
+            raise ValueError(
+                f"{self.name} was {'built without' if self.modulator is None else 'built with'} "
+                f"modulation_dim and called {'without' if x_mod is None else 'with'} x_mod, so "
+                "the conditioning would have no influence. Give both, or neither."
+            )
+        if x_mod is not None and self.modulator is not None:
+            both, width = self.modulator(x_mod), self.attention.n_embd
+            x = modulate(x, both[..., :width], both[..., width:], dtype=self.modulation_dtype)
         new = None
 
         def attend(h: TensorVariable) -> TensorVariable:
@@ -100,15 +187,65 @@ class DecoderBlock(VariadicLayer):
         def feed(h: TensorVariable) -> TensorVariable:
             return self.feed_forward_dropout(self.feed_forward(h))
 
-        x = self._add(x, attend, self.attention_norm)
-        x = self._add(x, feed, self.feed_forward_norm)
+        x = self._add(x, attend, self.attention_norm, self.post_attention_norm)
+        x = self._add(x, feed, self.feed_forward_norm, self.post_feed_forward_norm)
         x.name = f"{self.name}_output"
         return x if new is None else (x, new[0], new[1])
 
     def _add(
-        self, x: TensorVariable, branch: Callable[[TensorVariable], TensorVariable], norm: Layer
+        self,
+        x: TensorVariable,
+        branch: Callable[[TensorVariable], TensorVariable],
+        norm: Layer,
+        post_norm: Layer | None,
     ) -> TensorVariable:
-        return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+        h = norm(x) if self.norm_first else x
+        if isinstance(self.branch_scale, NonTrainableParameter):
+            h = h * self.branch_scale.astype(h.type.dtype)
+        h = branch(h)
+        if post_norm is not None:
+            h = post_norm(h)
+        return x + h if self.norm_first else norm(x + h)
+
+
+class IdentityModulationInitializer(Initializer):
+    """Shifts of 0, then as many scales of 1."""
+
+    def sample(self, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
+        return np.repeat(np.array([0, 1], dtype), shape[0] // 2)
+
+
+def modulate(
+    x: TensorLike, shift: TensorLike, scale: TensorLike, dtype: ModulationDtype = "mixed"
+) -> TensorVariable:
+    r"""Return :math:`x \odot \mathrm{scale} + \mathrm{shift}` in the dtype of x.
+
+    Parameters
+    ----------
+    x : tensor of shape (..., tokens, width)
+        What to modulate.
+    shift, scale : tensors broadcastable to x
+        What to add and to multiply by.
+    dtype : "mixed", "float32" or "float16"
+        What to compute in: at least float32, or float16, in which "float16" stands in for the
+        bfloat16 that PyTensor has not.
+
+    Returns
+    -------
+    tensor of shape (..., tokens, width)
+    """
+    _check_modulation_dtype(dtype)
+    x, shift, scale = as_tensor(x), as_tensor(shift), as_tensor(scale)
+    compute_dtype = "float16" if dtype == "float16" else upcast("float32", x.type.dtype)
+    x_wide, shift, scale = (v.astype(compute_dtype) for v in (x, shift, scale))
+    return (x_wide * scale + shift).astype(x.type.dtype)
+
+
+def _check_modulation_dtype(dtype: str) -> None:
+    if dtype not in ("mixed", "float32", "float16"):
+        raise ValueError(
+            f"A modulation cannot be computed in {dtype!r}. Pass 'mixed', 'float32' or 'float16'."
+        )
 
 
 class TransformerBlock(VariadicLayer):
@@ -194,9 +331,13 @@ class TransformerBlock(VariadicLayer):
     ) -> BlockOutput:
         return self._block(x, rope=rope, mask=mask, cache=cache)
 
+    @property
+    def rotary_kind(self) -> str | None:
+        return self._block.rotary_kind
+
 
 class TransformerStack(VariadicLayer):
-    """Blocks one after another, each one op of the graph, sharing one rotary table.
+    """Blocks one after another, each one op of the graph, sharing rotary tables.
 
     Blocks that differ only in their parameters are equal ops, which PyTensor compiles once.
 
@@ -206,13 +347,15 @@ class TransformerStack(VariadicLayer):
         Name of the layer.
     blocks : sequence of DecoderBlock or TransformerBlock
         The blocks, first to last.
-    rotary : RotaryEmbedding, optional
-        What makes the table from the positions. Without it positions have no influence.
+    rotary : RotaryEmbedding, IntegerRotaryEmbedding or mapping from str to these, optional
+        What makes the table from the positions. Of a mapping each block takes the one that its
+        ``rotary_kind`` names. Without it positions have no influence.
 
     Raises
     ------
     ValueError
-        If a block pairs channels otherwise than ``rotary``.
+        If a block pairs channels otherwise than its rotary embedding, or names one that is not
+        there.
     """
 
     def __init__(
@@ -220,15 +363,17 @@ class TransformerStack(VariadicLayer):
         name: str | None,
         blocks: Sequence[DecoderBlock | TransformerBlock],
         *,
-        rotary: RotaryEmbedding | None,
+        rotary: TableBuilder | Mapping[str, TableBuilder] | None,
     ):
         self.name = resolve_layer_name(name, "TransformerStack")
         self.blocks = list(blocks)
         self.rotary = rotary
         for block in self.blocks:
-            if rotary is not None and block.attention.pairing != rotary.pairing:
+            builder = self._rotary_of(block)
+            pairing = builder.pairing if isinstance(builder, RotaryEmbedding) else "half"
+            if builder is not None and block.attention.pairing != pairing:
                 raise ValueError(
-                    f"{self.name} has a rotary embedding of pairing {rotary.pairing!r}, but "
+                    f"{self.name} has a rotary embedding of pairing {pairing!r}, but "
                     f"{block.name} rotates by {block.attention.pairing!r}. Build both with the "
                     "pairing that the weights were trained with."
                 )
@@ -238,7 +383,7 @@ class TransformerStack(VariadicLayer):
         x: TensorLike,
         positions: TensorLike,
         mask: TensorLike | None = None,
-        *,
+        x_mod: TensorLike | None = None,
         tap_blocks: Sequence[int] = (),
     ) -> tuple[TensorVariable, list[TensorVariable]]:
         """Run every block.
@@ -251,6 +396,8 @@ class TransformerStack(VariadicLayer):
             Position of each token.
         mask : tensor, optional
             As for :class:`~pytensor_ml.layers.attention.MultiheadAttention`.
+        x_mod : tensor of shape (..., tokens, modulation_dim), optional
+            Conditioning of each token, for blocks that have a modulator.
         tap_blocks : sequence of int
             Indices of the blocks whose outputs are returned too.
 
@@ -273,10 +420,11 @@ class TransformerStack(VariadicLayer):
             )
         hidden = as_tensor(x)
         mask = None if mask is None else as_tensor(mask)
-        rope = self._table(positions, hidden)
+        x_mod = None if x_mod is None else as_tensor(x_mod)
+        ropes = self._tables(positions, hidden)
         outputs = []
-        for block in self.blocks:
-            [hidden] = _as_one_op(block, hidden, rope, mask, None)
+        for block, rope in zip(self.blocks, ropes, strict=True):
+            [hidden] = _as_one_op(block, hidden, rope, mask, x_mod, None)
             outputs.append(hidden)
         return hidden, [outputs[i] for i in tap_blocks]
 
@@ -301,18 +449,148 @@ class TransformerStack(VariadicLayer):
             For each block what the caller writes into its cache.
         """
         hidden = as_tensor(x)
-        rope = self._table(positions, hidden)
+        ropes = self._tables(positions, hidden)
         new = []
-        for block, cache in zip(self.blocks, caches, strict=True):
-            hidden, keys, values = _as_one_op(block, hidden, rope, None, cache)
+        for block, rope, cache in zip(self.blocks, ropes, caches, strict=True):
+            hidden, keys, values = _as_one_op(block, hidden, rope, None, None, cache)
             new.append((keys, values))
         return hidden, new
 
-    def _table(self, positions: TensorLike, x: TensorVariable) -> TensorVariable | None:
-        if self.rotary is None:
-            return None
+    def _rotary_of(self, block: DecoderBlock | TransformerBlock) -> TableBuilder | None:
+        if not isinstance(self.rotary, Mapping):
+            return self.rotary
+        kind = block.rotary_kind
+        if kind is None or kind not in self.rotary:
+            raise ValueError(
+                f"{block.name} names the rotary kind {kind!r}, but {self.name} has "
+                f"{', '.join(map(repr, self.rotary))}. Build the block with one of these."
+            )
+        return self.rotary[kind]
+
+    def _tables(self, positions: TensorLike, x: TensorVariable) -> list[TensorVariable | None]:
+        """Return the table of each block, those of one kind being one variable."""
         dtype = "float64" if x.type.dtype == "float64" else "float32"
-        return self.rotary.table(positions, dtype=dtype)
+        tables: dict[TableBuilder | None, TensorVariable | None] = {None: None}
+        for builder in map(self._rotary_of, self.blocks):
+            if builder is None or builder in tables:
+                continue
+            if isinstance(builder, RotaryEmbedding):
+                tables[builder] = builder.table(positions, dtype=dtype)
+            else:
+                tables[builder] = builder(positions)
+        return [tables[self._rotary_of(block)] for block in self.blocks]
+
+
+def praxis_stack(
+    name: str | None = None,
+    *,
+    depth: int,
+    dense_blocks: Collection[int],
+    dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    qk_norm_eps: float,
+    norm_eps: float,
+    dense_hidden: int,
+    rotary: IntegerRotaryEmbedding,
+    moe: Mapping[str, Any] | None = None,
+    modulation_dim: int | None = None,
+    modulation_dtype: ModulationDtype = "mixed",
+    dtype: str | None = None,
+) -> TransformerStack:
+    r"""Build the trunk of the Praxis video backbone [1]_.
+
+    Every block is a pre-norm :class:`DecoderBlock` with zero-centered norms, a
+    :class:`~pytensor_ml.layers.attention.GatedAttention` and the branch scale
+    :math:`1 / \sqrt{i}`, where i counts blocks from 1.
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of the layer.
+    depth : int
+        Number of blocks.
+    dense_blocks : collection of int
+        Indices, from 0, of the blocks with a dense feed-forward; the others have a mixture of
+        experts.
+    dim : int
+        Width of the input and of the output.
+    num_heads, num_kv_heads, head_dim, qk_norm_eps
+        As for :class:`~pytensor_ml.layers.attention.GatedAttention`.
+    norm_eps : float
+        The epsilon of the blocks' norms.
+    dense_hidden : int
+        Width inside the dense feed-forwards.
+    rotary : IntegerRotaryEmbedding
+        What makes the one rotary table, of ``head_dim`` channels.
+    moe : mapping, optional
+        Settings of the mixtures, as :func:`~pytensor_ml.layers.moe.build_moe_config` gives them.
+    modulation_dim, modulation_dtype
+        As for :class:`DecoderBlock`.
+    dtype : str, optional
+        Dtype of the parameters. Default is floatX.
+
+    Returns
+    -------
+    TransformerStack
+
+    Raises
+    ------
+    ValueError
+        If a dense block does not exist, a mixture has no settings, or the rotary table has another
+        width than the heads.
+
+    References
+    ----------
+    .. [1] NVIDIA NeMo AutoModel, ``nemo_automodel.components.models.praxis.layers``.
+    """
+    name = resolve_layer_name(name, "praxis_stack")
+    if unknown := sorted(set(dense_blocks) - set(range(depth))):
+        raise ValueError(
+            f"{name} has blocks 0 to {depth - 1}, so {unknown} cannot be dense. Name blocks that "
+            "it has."
+        )
+    if moe is None and len(set(dense_blocks)) < depth:
+        raise ValueError(
+            f"{name} has {depth - len(set(dense_blocks))} blocks with a mixture of experts and no "
+            "settings for it. Pass moe=build_moe_config(...), or make every block dense."
+        )
+    if rotary.dim != head_dim:
+        raise ValueError(
+            f"{name} has heads of width {head_dim} and a rotary embedding of {rotary.dim} "
+            f"channels. Build it with dim={head_dim}; effective_dim says how many rotate."
+        )
+
+    def block(i: int) -> DecoderBlock:
+        own = f"{name}_blocks_{i}"
+        return DecoderBlock(
+            own,
+            attention=GatedAttention(
+                f"{own}_attention",
+                dim=dim,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                qk_norm_eps=qk_norm_eps,
+            ),
+            feed_forward=(
+                GatedFeedForward(f"{own}_ffn", d_model=dim, hidden_dim=dense_hidden)
+                if moe is None or i in dense_blocks
+                else MoE(f"{own}_moe", **moe)
+            ),
+            attention_norm=ZeroCenteredRMSNorm(f"{own}_ln_in", n_in=dim, epsilon=norm_eps),
+            feed_forward_norm=ZeroCenteredRMSNorm(f"{own}_ln_out", n_in=dim, epsilon=norm_eps),
+            # The first block's factor of 1 is a parameter too: a checkpoint holds it.
+            branch_scale=non_trainable(
+                np.asarray(1 / math.sqrt(i + 1), config.floatX), f"{own}_s", layer_name=own
+            ),
+            modulation_dim=modulation_dim,
+            modulation_dtype=modulation_dtype,
+        )
+
+    with config.change_flags(floatX=config.floatX if dtype is None else dtype):
+        return TransformerStack(name, [block(i) for i in range(depth)], rotary=rotary)
 
 
 def _as_one_op(
@@ -320,22 +598,33 @@ def _as_one_op(
     x: TensorVariable,
     rope: TensorVariable | None,
     mask: TensorVariable | None,
+    x_mod: TensorVariable | None,
     cache: KVCache | None,
 ) -> list[Any]:
+    moe = getattr(block, "feed_forward", None)
+    watched = ("load", "balance_loss") if isinstance(moe, MoE) else ()
+
     def call(
         x: TensorVariable,
         rope: TensorVariable | None,
         mask: TensorVariable | None,
+        x_mod: TensorVariable | None,
         *cache: TensorVariable,
     ) -> list[TensorVariable]:
-        result = block(x, rope=rope, mask=mask, cache=KVCache(*cache) if cache else None)
+        options = {} if x_mod is None else {"x_mod": x_mod}
+        new_cache = KVCache(*cache) if cache else None
+        result = block(x, rope=rope, mask=mask, cache=new_cache, **options)
         y, *new = result if isinstance(result, tuple) else (result,)
         # A block whose input had another static shape than this one's would be another op.
         if y.type.shape != x.type.shape:
             y = pt.specify_shape(y, x.type.shape)
             y.name = f"{block.name}_output"
-        return [y, *new]
+        return [y, *new, *(getattr(moe, what) for what in watched)]
 
-    return as_output_list(
-        call_as_block(call, x, rope, mask, *(cache or ()), name=type(block).__name__)
+    outputs = as_output_list(
+        call_as_block(call, x, rope, mask, x_mod, *(cache or ()), name=type(block).__name__)
     )
+    # What the call left on the layer are variables inside the op.
+    for what in reversed(watched):
+        setattr(moe, what, outputs.pop())
+    return outputs

@@ -8,6 +8,7 @@ import pytensor.tensor as pt
 import pytest
 from helpers import assert_close
 from pytensor.gradient import DisconnectedInputError
+from pytensor.graph.rewriting.utils import rewrite_graph
 from references import positional as reference
 
 from pytensor_ml.layers.positional import (
@@ -437,6 +438,11 @@ def test_equal_tables_are_computed_once():
     ops = [node.op for node in compiled.maker.fgraph.apply_nodes]
     assert sum(isinstance(op, RotaryTable) for op in ops) == 1
     assert sum("ApplyRotary" in str(type(op)) for op in ops) == 6
+
+
+def test_a_table_of_constant_positions_is_made_when_it_runs():
+    table = rewrite_graph(rotary_table(pt.constant(range(5)), rotary_dim=8))
+    assert isinstance(table.owner.op, RotaryTable)
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])

@@ -17,6 +17,7 @@ from pytensor_ml.layers import (
     TransformerStack,
 )
 from pytensor_ml.pytensorf import (
+    collect_non_trainable_params,
     collect_rng_updates,
     collect_trainable_params,
     function,
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDTH, N_HEAD, N_KV_HEAD, HEAD_DIM, HIDDEN = 6, 4, 2, 4, 10
-EPSILON, BASE = 1e-3, 100.0
+EPSILON, BASES = 1e-3, {"near": 100.0, "far": 3.0}
 
 
 def decoder_block(name):
@@ -50,7 +51,7 @@ def decoder_block(name):
 
 
 def decoder_stack(n_blocks):
-    rotary = RotaryEmbedding("rotary", base=BASE, rotary_dim=HEAD_DIM)
+    rotary = RotaryEmbedding("rotary", base=100.0, rotary_dim=HEAD_DIM)
     return TransformerStack(
         "stack", [decoder_block(f"b{i}") for i in range(n_blocks)], rotary=rotary
     )
@@ -68,6 +69,13 @@ def parameters(block):
         "gate": feed_forward.gate.W,
         "up": feed_forward.up.W,
         "down": feed_forward.down.W,
+    } | {
+        name: norm.scale
+        for name, norm in (
+            ("post_attention_norm", block.post_attention_norm),
+            ("post_feed_forward_norm", block.post_feed_forward_norm),
+        )
+        if norm is not None
     }
 
 
@@ -78,9 +86,19 @@ def block_ops(graph):
 
 @pytest.fixture(scope="module")
 def trained_step():
-    """Two blocks, compiled once: the output, one tap, and the gradients of a weighted sum."""
+    """Two blocks of different kinds: the output, one tap, and the gradients of a weighted sum.
+
+    The second has norms after its branches and a rotary table of its own.
+    """
     rng = np.random.default_rng(1)
-    stack = decoder_stack(2)
+    blocks = [decoder_block("b0"), decoder_block("b1")]
+    blocks[0].rotary_kind, blocks[1].rotary_kind = "near", "far"
+    blocks[1].post_attention_norm = RMSNorm("b1_norm3", n_in=WIDTH, epsilon=EPSILON)
+    blocks[1].post_feed_forward_norm = RMSNorm("b1_norm4", n_in=WIDTH, epsilon=EPSILON)
+    rotary = {
+        kind: RotaryEmbedding(kind, base=base, rotary_dim=HEAD_DIM) for kind, base in BASES.items()
+    }
+    stack = TransformerStack("stack", blocks, rotary=rotary)
     for block in stack.blocks:
         for parameter in parameters(block).values():
             value = rng.normal(size=parameter.get_value().shape) / 2
@@ -113,13 +131,12 @@ def forward(values, positions, mask, n_blocks=2):
         "n_head": N_HEAD,
         "n_kv_head": N_KV_HEAD,
         "positions": positions,
-        "base": BASE,
         "visible": reference.causal(*positions.shape) & mask[:, None, :],
     }
     y = values["x"]
     for i in range(n_blocks):
         p = {k.split()[1]: v for k, v in values.items() if k.startswith(f"{i} ")}
-        y = reference.llama_block(y, p, **options)
+        y = reference.llama_block(y, p, base=list(BASES.values())[i], **options)
     return y
 
 
@@ -205,6 +222,31 @@ def test_a_pairing_that_differs_from_the_tables_is_refused():
     rotary = RotaryEmbedding("rotary", rotary_dim=HEAD_DIM, pairing="adjacent")
     with pytest.raises(ValueError, match="pairing 'adjacent', but b0 rotates by 'half'"):
         TransformerStack("stack", [decoder_block("b0")], rotary=rotary)
+
+
+def test_a_rotary_kind_that_is_not_there_is_refused():
+    rotary = {"near": RotaryEmbedding("near", rotary_dim=HEAD_DIM)}
+    with pytest.raises(ValueError, match="b0 names the rotary kind None, but stack has 'near'"):
+        TransformerStack("stack", [decoder_block("b0")], rotary=rotary)
+
+
+def test_a_branch_scale_of_its_own_leaves_blocks_equal():
+    blocks = [decoder_block(f"b{i}") for i in range(2)]
+    for block, scale in zip(blocks, (0.5, 0.25), strict=True):
+        scaled = DecoderBlock(
+            block.name,
+            attention=block.attention,
+            feed_forward=block.feed_forward,
+            attention_norm=block.attention_norm,
+            feed_forward_norm=block.feed_forward_norm,
+            branch_scale=scale,
+        )
+        blocks[blocks.index(block)] = scaled
+    x = Input("x", shape=(1, None, WIDTH), dtype="float32")
+    y, _ = TransformerStack("stack", blocks, rotary=None)(x, pt.arange(3))
+    assert len(set(block_ops(y))) == 1
+    scales = {v.name: float(v.get_value()) for v in collect_non_trainable_params(y)}
+    assert scales == {"b0_branch_scale": 0.5, "b1_branch_scale": 0.25}
 
 
 def test_an_unknown_tap_is_named():

@@ -66,12 +66,20 @@ def attention(x, projections, *, n_head, n_kv_head, positions=None, base=None, v
 
 
 def llama_block(x, p, *, epsilon, **attention_options):
-    """The block of Llama; ``p`` maps short names to weights stored as (n_in, n_out)."""
+    """The block of Llama; ``p`` maps short names to weights stored as (n_in, n_out).
+
+    The branches' outputs are normalized if there are weights for it.
+    """
     h = rms_norm(x, p["attention_norm"], epsilon)
-    h = x + attention(h, [p["q"], p["k"], p["v"], p["out"]], **attention_options)
-    return h + gated_feed_forward(
-        rms_norm(h, p["feed_forward_norm"], epsilon), p["gate"], p["up"], p["down"]
-    )
+    branch = attention(h, [p["q"], p["k"], p["v"], p["out"]], **attention_options)
+    if "post_attention_norm" in p:
+        branch = rms_norm(branch, p["post_attention_norm"], epsilon)
+    x = x + branch
+    h = rms_norm(x, p["feed_forward_norm"], epsilon)
+    branch = gated_feed_forward(h, p["gate"], p["up"], p["down"])
+    if "post_feed_forward_norm" in p:
+        branch = rms_norm(branch, p["post_feed_forward_norm"], epsilon)
+    return x + branch
 
 
 def causal(n_rows, n_tokens):

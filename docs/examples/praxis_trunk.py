@@ -1,0 +1,98 @@
+"""Run a small Praxis trunk on a made-up video latent, and draw its mask and its tap norms."""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytensor.tensor as pt
+
+from pytensor_ml.layers import (
+    Input,
+    IntegerRotaryEmbedding,
+    build_moe_config,
+    praxis_stack,
+)
+from pytensor_ml.pytensorf import BACKENDS, backend_mode, compile_predict
+
+FRAMES, ROWS, COLUMNS = 4, 3, 4
+DIM, CONDITIONING, DEPTH = 64, 16, 6
+# Positions of a long stream: a frame every 10,000, in the fourth million.
+FIRST_FRAME = 300
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--backend", choices=BACKENDS, default="numba")
+options = parser.parse_args()
+
+stack = praxis_stack(
+    "trunk",
+    depth=DEPTH,
+    dense_blocks=(0, DEPTH - 1),
+    dim=DIM,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    qk_norm_eps=1e-6,
+    norm_eps=1e-6,
+    dense_hidden=4 * DIM,
+    rotary=IntegerRotaryEmbedding(dim=16, effective_dim=12, base=10_000, table_size=1024),
+    moe=build_moe_config(
+        dim=DIM,
+        expert_hidden=DIM,
+        num_routed_experts=8,
+        top_k_routed=2,
+        routed_scaling_factor=2.5,
+        gate_bias_update_factor=1e-3,
+    ),
+    modulation_dim=CONDITIONING,
+    dtype="float32",
+)
+x = Input("x", shape=(None, None, DIM), dtype="float32")
+positions = Input("positions", shape=(None, None), dtype="int64")
+mask = Input("mask", shape=(None, None), dtype="bool")
+x_mod = Input("x_mod", shape=(None, None, CONDITIONING), dtype="float32")
+taps = tuple(range(DEPTH))
+y, tapped = stack(x, positions, mask, x_mod, tap_blocks=taps)
+norms = [pt.sqrt(pt.sum(tap**2, axis=-1, acc_dtype="float32")) for tap in tapped]
+loads = [stack.blocks[i].feed_forward.load for i in range(1, DEPTH - 1)]
+print(f"compiling {DEPTH} blocks for {options.backend}")
+run = compile_predict(
+    [*norms, *loads],
+    inputs=[x, positions, mask, x_mod],
+    compile_kwargs={"mode": backend_mode(options.backend)},
+)
+
+rng = np.random.default_rng(0)
+n_tokens = FRAMES * ROWS * COLUMNS
+frame = np.arange(n_tokens) // (ROWS * COLUMNS)
+place = np.arange(n_tokens) % (ROWS * COLUMNS)
+# Each frame sees itself and those before.
+visible = frame[None, :] <= frame[:, None]
+results = run(
+    rng.normal(size=(1, n_tokens, DIM)).astype("float32"),
+    (10_000 * (FIRST_FRAME + frame) + place)[None],
+    visible,
+    rng.normal(size=(1, n_tokens, CONDITIONING)).astype("float32"),
+)
+tap_norms = np.array([np.asarray(norm)[0] for norm in results[:DEPTH]])
+for i, load in enumerate(results[DEPTH:], start=1):
+    print(f"block {i}: tokens of each expert {np.asarray(load).astype(int).tolist()}")
+
+figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 4), layout="constrained")
+left.imshow(visible, cmap="Greys", interpolation="nearest")
+left.set_title("attention mask: frames are blocks")
+left.set_xlabel("key token")
+left.set_ylabel("query token")
+right.boxplot(tap_norms.T, tick_labels=[str(i) for i in taps])
+right.set_title("norm of each token after each block")
+right.set_xlabel("block")
+right.set_ylabel("norm")
+
+path = Path(__file__).parent.parent / "images" / "praxis_trunk.png"
+path.parent.mkdir(exist_ok=True)
+figure.savefig(path, dpi=90)
+print(f"wrote {path}")
