@@ -7,12 +7,13 @@ from typing import Any, Literal
 import numpy as np
 import pytensor.tensor as pt
 from pytensor.configdefaults import config
+from pytensor.graph.basic import Apply, Variable
 from pytensor.scalar import upcast
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.activations import Activation
-from pytensor_ml.base import Layer, VariadicLayer, resolve_layer_name
+from pytensor_ml.base import Layer, VariadicLayer, VariadicLayerOp, resolve_layer_name
 from pytensor_ml.layers.attention import (
     GatedAttention,
     GroupedQueryAttention,
@@ -208,6 +209,23 @@ class DecoderBlock(VariadicLayer):
         return x + h if self.norm_first else norm(x + h)
 
 
+class ModulationLayer(VariadicLayerOp):
+    """The op of :func:`modulate`: inputs x, shift and scale, of one rank."""
+
+    __props__ = ("dtype",)
+
+    dtype: str
+
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        x, *_ = inputs
+        dtype = "float16" if self.dtype == "float16" else upcast("float32", x.type.dtype)
+        wide, shift, scale = (v.astype(dtype) for v in inputs)
+        return [pt.specify_shape((wide * scale + shift).astype(x.type.dtype), x.type.shape)]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[Any]:
+        return [shapes[0]]
+
+
 class IdentityModulationInitializer(Initializer):
     """Shifts of 0, then as many scales of 1."""
 
@@ -236,9 +254,8 @@ def modulate(
     """
     _check_modulation_dtype(dtype)
     x, shift, scale = as_tensor(x), as_tensor(shift), as_tensor(scale)
-    compute_dtype = "float16" if dtype == "float16" else upcast("float32", x.type.dtype)
-    x_wide, shift, scale = (v.astype(compute_dtype) for v in (x, shift, scale))
-    return (x_wide * scale + shift).astype(x.type.dtype)
+    shift, scale = pt.atleast_Nd(shift, n=x.type.ndim), pt.atleast_Nd(scale, n=x.type.ndim)
+    return ModulationLayer(dtype=dtype)(x, shift, scale, name="modulated")
 
 
 def _check_modulation_dtype(dtype: str) -> None:

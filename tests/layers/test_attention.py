@@ -11,16 +11,19 @@ from helpers import assert_close
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.traversal import applys_between
 from references import attention as reference
+from references import norm as norms
 from references import positional
 
 from pytensor_ml.layers.attention import (
     AttentionLayer,
     CausalSelfAttention,
+    GatedAttention,
     KVCache,
     MultiheadAttention,
     cached_attention,
     scaled_dot_product_attention,
 )
+from pytensor_ml.layers.norm import RMSNorm
 from pytensor_ml.layers.positional import rotary_table
 
 inf = np.inf
@@ -278,24 +281,60 @@ def test_padding_on_the_left_has_no_influence(cached):
 
 
 def test_multihead_attention():
-    """Grouped heads of a width of their own, rotary positions, and either source of keys."""
+    """Heads of a width of their own, rotated and normalized, and either source of keys."""
     n_tokens, positions = 5, np.arange(100, 105)
     x, kv = tensors(x=(2, n_tokens, 12), kv=(2, n_tokens, 10))
     rope = rotary_table(pt.constant(positions), rotary_dim=4, base=50.0)
     options = {"n_embd": 12, "n_head": 4, "n_kv_head": 2, "head_dim": 6}
-    from_kv = MultiheadAttention(**options, kv_dim=10)
-    fused = MultiheadAttention(**options, fused_qkv=True, is_causal=True, pairing="adjacent")
-    for linear in (*linears_of(from_kv), *linears_of(fused)):
-        for parameter in (linear.W, linear.b):
-            parameter.set_value(normal(*parameter.get_value().shape) / 4)
+    scores = {"scale": 0.3, "window": 3, "softcap": 1.5}
+    from_kv = MultiheadAttention(
+        **options,
+        kv_dim=10,
+        q_norm=RMSNorm("q_norm", n_in=6, epsilon=1e-3),
+        k_norm=RMSNorm("k_norm", n_in=6, epsilon=1e-3),
+        qk_norm_order="before_rotary",
+    )
+    fused = MultiheadAttention(
+        **options,
+        **scores,
+        fused_qkv=True,
+        is_causal=True,
+        pairing="adjacent",
+        q_norm=RMSNorm("q_norm", n_in=6, epsilon=1e-3),
+        k_norm=RMSNorm("k_norm", n_in=6, epsilon=1e-3),
+        qk_norm_order="after_rotary",
+    )
+    gated = GatedAttention(
+        dim=12, num_heads=4, num_kv_heads=2, head_dim=6, qk_norm_eps=1e-3, gate="channel"
+    )
+    layers = (from_kv, fused, gated)
+    for layer in layers:
+        for i, norm in enumerate((layer.q_norm, layer.k_norm)):
+            weight = norm.weight if layer is gated else norm.scale
+            weight.set_value(weight.get_value() + normal(6, seed=i))
+        for linear in linears_of(layer):
+            for parameter in [linear.W] if linear.b is None else [linear.W, linear.b]:
+                parameter.set_value(normal(*parameter.get_value().shape) / 4)
     values = [normal(2, n_tokens, 12), normal(2, n_tokens, 10)]
-    results = pytensor.function([x, kv], [from_kv(x, kv, rope=rope), fused(x, rope=rope)])(*values)
+    outputs = [from_kv(x, kv, rope=rope), fused(x, rope=rope), gated(x, rope)]
+    results = pytensor.function([x, kv], outputs)(*values)
     theta, _ = positional.frequencies("default", 4, 50.0)
-    for result, layer, source in zip(results, (from_kv, fused), values[::-1], strict=True):
-        q, k, v = projected(layer, values[0], source)
-        q = positional.rotate(q, positions, theta, layer.pairing)
-        k = positional.rotate(k, positions, theta, layer.pairing)
-        heads = reference.attention(q, k, v, is_causal=layer.is_causal)
+    for result, layer in zip(results, layers, strict=True):
+        q, k, v = projected(layer, values[0], values[1] if layer is from_kv else values[0])
+        turned = []
+        for heads, norm in ((q, layer.q_norm), (k, layer.k_norm)):
+            scale = 1 + norm.weight.get_value() if layer is gated else norm.scale.get_value()
+            if layer is from_kv:
+                heads = norms.forward(norms.rms_norm, heads, scale, epsilon=1e-3)
+            heads = positional.rotate(heads, positions, theta, layer.pairing)
+            if layer is not from_kv:
+                heads = norms.forward(norms.rms_norm, heads, scale, epsilon=1e-3)
+            turned.append(heads)
+        options = {**scores, "is_causal": True} if layer is fused else {}
+        heads = reference.attention(*turned, v, **options)
+        if layer is gated:
+            gates = values[0].astype("float64") @ layer.gate_proj.W.get_value()
+            heads *= split(1 / (1 + np.exp(-gates)), 6)
         joined = heads.swapaxes(1, 2).reshape(2, n_tokens, -1)
         W, b = (parameter.get_value() for parameter in (layer.out_proj.W, layer.out_proj.b))
         assert_close(result, joined @ W.astype("float64") + b)
@@ -304,21 +343,28 @@ def test_multihead_attention():
 def linears_of(layer):
     if layer.fused_qkv:
         return [layer.qkv_proj, layer.out_proj]
-    return [layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj]
+    linears = [layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj]
+    return [layer.gate_proj, *linears] if hasattr(layer, "gate_proj") else linears
 
 
 def projected(layer, x, source):
     """Return queries, keys and values of shape (batch, heads, tokens, head_dim)."""
-    weights = [linear.W.get_value() for linear in linears_of(layer)[:-1]]
-    biases = [linear.b.get_value() for linear in linears_of(layer)[:-1]]
+    weights = [linear.W.get_value() for linear in linears_of(layer)[-4:-1]]
+    biases = [
+        np.zeros(linear.n_out) if linear.b is None else linear.b.get_value()
+        for linear in linears_of(layer)[-4:-1]
+    ]
     if layer.fused_qkv:
         ends = layer.head_dim * np.cumsum([layer.n_head, layer.n_kv_head])
         weights, biases = np.split(weights[0], ends, axis=1), np.split(biases[0], ends)
     heads = []
     for made_from, weight, bias in zip((x, source, source), weights, biases, strict=True):
-        y = made_from.astype("float64") @ weight + bias
-        heads.append(y.reshape(*y.shape[:2], -1, layer.head_dim).swapaxes(1, 2))
+        heads.append(split(made_from.astype("float64") @ weight + bias, layer.head_dim))
     return heads
+
+
+def split(y, width):
+    return y.reshape(*y.shape[:2], -1, width).swapaxes(1, 2)
 
 
 def attention_op_of(layer):
