@@ -166,7 +166,12 @@ def scaled_dot_product_attention(
         softcap=None if softcap is None else float(softcap),
     )
     masks = [] if mask is None else [pt.atleast_Nd(_checked_mask(mask, q, k), n=q.type.ndim)]
-    return op(q, k, v, *masks, name="attention_output")
+    if q.type.ndim > 3:
+        return op(q, k, v, *masks, name="attention_output")
+    # Kernels are for four axes.
+    y = op(*(x[None] for x in (q, k, v, *masks)))[0]
+    y.name = "attention_output"
+    return y
 
 
 class CachedAttentionLayer(VariadicLayerOp):
@@ -861,6 +866,11 @@ def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> Non
                 f"Attention needs {name} of shape (..., heads, tokens, head_dim) with a static "
                 f"number of heads, got {x.type.shape}. Use specify_shape to state it."
             )
+    if not q.type.ndim == k.type.ndim == v.type.ndim:
+        raise ValueError(
+            f"q, k and v have {q.type.ndim}, {k.type.ndim} and {v.type.ndim} axes, so batches "
+            "would be matched to heads. Give all three the same axes."
+        )
     _check_groups(q.type.shape[-3], k.type.shape[-3])
     if k.type.shape[-3] != v.type.shape[-3]:
         raise ValueError(

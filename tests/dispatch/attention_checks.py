@@ -121,14 +121,3 @@ def assert_same(result, right):
     np.testing.assert_array_equal(np.isnan(result), np.isnan(right))
     # Some gradients are 0 but for rounding.
     assert_close(1 + np.nan_to_num(result), 1 + np.nan_to_num(right))
-
-
-def check_tensors_without_a_batch_axis():
-    """Nothing but four axes has a kernel on some backends; the inner graph then runs."""
-    q, k, v = (pt.tensor(name, shape=(2, 3, 4), dtype="float32") for name in "qkv")
-    y = scaled_dot_product_attention(q, k, v)
-    arguments = [normal(2, 3, 4), normal(2, 3, 4) + 1, normal(2, 3, 4) - 1]
-    assert_close(
-        pytensor.function([q, k, v], y)(*arguments),
-        in_python([q, k, v], [y])(*arguments)[0],
-    )

@@ -7,6 +7,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 import pytest
+from dispatch.attention_checks import in_python
 from helpers import assert_close
 from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.traversal import applys_between
@@ -410,6 +411,23 @@ def nodes_of(outputs):
     return nodes
 
 
+def test_more_than_one_batch_axis():
+    q, k, v = tensors(q=(2, 3, 4, 3, 8), k=(2, 3, 2, 5, 8), v=(2, 3, 2, 5, 6))
+    y = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert y.type.shape == (2, 3, 4, 3, 6)
+    values = [normal(*x.type.shape) for x in (q, k, v)]
+    [result] = in_python([q, k, v], [y])(*values)
+    assert_close(result, reference.attention(*values, is_causal=True))
+
+
+def test_heads_without_a_batch_axis_take_the_kernels_of_four_axes():
+    q, k, v, mask = tensors(q=(4, 3, 8), k=(2, 5, 8), v=(2, 5, 6), mask=(3, 5))
+    y = scaled_dot_product_attention(q, k, v, mask=mask)
+    [node] = [node for node in applys_between([], [y]) if isinstance(node.op, AttentionLayer)]
+    assert {x.type.ndim for x in node.inputs} == {4}
+    assert (y.type.shape, y.name) == ((4, 3, 6), "attention_output")
+
+
 def test_static_shapes():
     q, k, v = tensors(q=(2, 4, 3, 8), k=(2, 2, None, 8), v=(2, 2, None, 6))
     assert scaled_dot_product_attention(q, k, v).type.shape == (2, 4, 3, 6)
@@ -426,6 +444,7 @@ def test_static_shapes():
     [
         ({"k": (2, 3, 5, 8)}, {}, "4 query heads.*3 key and value heads"),
         ({"v": (2, 4, 5, 6)}, {}, "2 heads and v has 4"),
+        ({"k": (2, 5, 8), "v": (2, 5, 6)}, {}, "4, 3 and 3 axes"),
         ({"k": (2, 2, 5, 7)}, {}, "width 8 and k of width 7"),
         ({"q": (2, None, 3, 8)}, {}, "q of shape.*static number of heads"),
         ({"q": (2, 4, 3, None)}, {}, "scale"),

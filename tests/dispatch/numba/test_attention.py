@@ -17,7 +17,3 @@ def test_attention_kernels_stand_in_for_inner_graphs(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_cached_attention_kernel_stands_in_for_inner_graph(dtype):
     attention_checks.check_cached_attention(dtype)
-
-
-def test_tensors_without_a_batch_axis():
-    attention_checks.check_tensors_without_a_batch_axis()
