@@ -11,6 +11,7 @@ from pytensor.gradient import DisconnectedInputError
 from pytensor.graph.rewriting.utils import rewrite_graph
 from references import positional as reference
 
+from pytensor_ml.layers.attention import KVCache, cached_attention
 from pytensor_ml.layers.positional import (
     ApplyRotary,
     IntegerRotaryEmbedding,
@@ -374,6 +375,33 @@ def test_one_table_row_equals_that_of_the_whole_sequence(tables, kind):
     whole = tables(positions)[kind]
     for step in (0, 5, 9):
         np.testing.assert_array_equal(tables(positions[step : step + 1])[kind][0], whole[step])
+
+
+def test_single_steps_with_a_cache_equal_all_tokens_at_once(tables, floatX):
+    """Attention to rotated keys, for every kind that does not go by the length at hand."""
+    n_tokens, shape = 5, (1, 2, None, 8)
+    q, k, v, keys, values = (
+        pt.tensor(name, shape=shape, dtype=floatX) for name in ("q", "k", "v", "keys", "values")
+    )
+    table, length = pt.tensor("table", shape=(None, 4, 2), dtype=floatX), pt.lscalar("length")
+    rotated = apply_rotary(k, table)
+    cache = KVCache(keys, values, length, pt.zeros((1,), dtype="int64"))
+    y = cached_attention(apply_rotary(q, table), rotated, v, cache)
+    run = pytensor.function([q, k, v, table, length, keys, values], [y, rotated])
+
+    rng = np.random.default_rng(8)
+    tokens = [rng.normal(size=(1, 2, n_tokens, 8)).astype(floatX) for _ in range(3)]
+    positions = np.arange(1_000_000, 1_000_000 + n_tokens)
+    empty = np.zeros_like(tokens[0])
+    for kind in TABLE_KINDS:
+        whole, _ = run(*tokens, tables(positions)[kind], 0, empty, empty)
+        keys, values = empty.copy(), empty.copy()
+        for step in range(n_tokens):
+            here = slice(step, step + 1)
+            row = tables(positions[here])[kind]
+            y, rotated = run(*(x[:, :, here] for x in tokens), row, step, keys, values)
+            keys[:, :, here], values[:, :, here] = rotated, tokens[2][:, :, here]
+            assert_close(y, np.asarray(whole)[:, :, here], 1e-5)
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
