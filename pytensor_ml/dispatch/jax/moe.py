@@ -9,8 +9,9 @@ from pytensor.link.jax.dispatch.basic import jax_funcify
 
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback
 
-# Largest number of rows that pass through an expert at a time on a CPU.
-BLOCK = 128
+# Bounds on the rows that pass through an expert at a time on a CPU: with fewer, reading its weights
+# takes most of the time, and with more, most rows of the last block are computed in vain.
+FEWEST_ROWS, MOST_ROWS = 32, 160
 
 
 @jax_funcify.register(ExpertsLayer)
@@ -165,8 +166,9 @@ def _join_slots(outputs: jax.Array, order: jax.Array, weights: jax.Array) -> jax
 
 
 def _block_size(n_slots: int, n_experts: int) -> int:
-    """Return about half the mean load, since half a block an expert is computed in vain."""
-    return min(max(n_slots // n_experts // 2, 8), BLOCK)
+    """Return a little more than the mean load, so that one block holds most experts' rows."""
+    wanted = n_slots // n_experts * 5 // 4
+    return min(max(wanted, FEWEST_ROWS), MOST_ROWS, max(n_slots, 1))
 
 
 def _plan_blocks(

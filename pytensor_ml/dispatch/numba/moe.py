@@ -172,8 +172,8 @@ def drop_groups(preferences: Array, n_groups: int, n_kept: int) -> None:
     for group in range(n_groups):
         members = preferences[group * size : (group + 1) * size]
         put_best(members, np.ones(size, np.bool_), best_two)
-        for e in best_two:
-            group_scores[group] += members[e]
+        for member in best_two:
+            group_scores[group] += members[member]
     is_dropped = np.ones(n_groups, np.bool_)
     put_best(group_scores, is_dropped, np.empty(n_kept, np.int32))
     for e in range(len(preferences)):
@@ -258,6 +258,9 @@ def route_pullback(
     if ids.shape != g.shape or ids.shape[:-1] != logits.shape[:-1]:
         raise ValueError("A router got a gradient whose shape differs from its weights'")
     rows, id_rows, g_rows = rows_of(logits), rows_of(ids), rows_of(g)
+    for e in ids.flat:
+        if e < 0 or e >= logits.shape[-1]:
+            raise ValueError("A router got the id of an expert that there is not")
     dlogits, one = np.zeros(rows.shape, rows.dtype), rows.dtype.type(1)
     scores, weights = np.empty(rows.shape[1], rows.dtype), np.empty(ids.shape[-1], rows.dtype)
     for row in range(len(rows)):
@@ -353,9 +356,7 @@ def pull_back_experts(
     order, starts = sort_slots(ids, len(gate))
     dx, dweights = np.zeros_like(x), np.empty_like(slot_weights)
     dgate, dup, ddown = np.zeros_like(gate), np.zeros_like(up), np.zeros_like(down)
-    size = 0
-    for e in range(len(gate)):
-        size = max(size, starts[e + 1] - starts[e])
+    size = np.max(np.diff(starts))
     tokens, dtokens = np.empty((size, x.shape[1]), x.dtype), np.empty((size, x.shape[1]), x.dtype)
     dy = np.empty((size, g.shape[1]), x.dtype)
     inner, value = (
