@@ -59,7 +59,7 @@ class AttentionLayer(VariadicLayerOp):
         return [attend(q, k, v, *mask, **self._props_dict())]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [_output_shape(node, shapes)]
+        return [(*shapes[0][:-1], shapes[2][-1])]
 
     def pullback(
         self,
@@ -155,15 +155,13 @@ def scaled_dot_product_attention(
     .. [1] Vaswani et al. (2017). Attention Is All You Need. arXiv:1706.03762.
     .. [2] Ainslie et al. (2023). GQA. arXiv:2305.13245.
     """
-    q, k, v = as_tensor(q), as_tensor(k), as_tensor(v)
-    _check_heads(q, k, v)
+    q, k, v = _with_equal_batches(as_tensor(q), as_tensor(k), as_tensor(v))
     _check_window(window, is_causal)
-    _check_softcap(softcap)
     op = AttentionLayer(
         is_causal=is_causal,
-        scale=_resolve_scale(scale, q),
+        scale=_resolve_scale(scale, q.type.shape[-1]),
         window=window,
-        softcap=None if softcap is None else float(softcap),
+        softcap=_resolve_softcap(softcap),
     )
     masks = [] if mask is None else [pt.atleast_Nd(_checked_mask(mask, q, k), n=q.type.ndim)]
     if q.type.ndim > 3:
@@ -197,7 +195,7 @@ class CachedAttentionLayer(VariadicLayerOp):
         return [merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [_output_shape(node, shapes)]
+        return [(*shapes[0][:-1], shapes[2][-1])]
 
 
 def cached_attention(
@@ -231,13 +229,12 @@ def cached_attention(
     tensor of shape (batch, n_head, n_new, head_dim)
         In the dtype of q; 0 for a token that is padding.
     """
-    _check_heads(q, k, v)
+    q, k, v = _with_equal_batches(q, k, v)
     _check_window(window, is_causal=True)
-    _check_softcap(softcap)
     op = CachedAttentionLayer(
-        scale=_resolve_scale(scale, q),
+        scale=_resolve_scale(scale, q.type.shape[-1]),
         window=window,
-        softcap=None if softcap is None else float(softcap),
+        softcap=_resolve_softcap(softcap),
     )
     return op(q, k, v, *cache, name="attention_output")
 
@@ -247,18 +244,18 @@ class GroupedQueryAttention(VariadicLayer):
 
     def __init__(
         self,
-        name: str | None,
+        name: str | None = None,
         *,
         n_embd: int,
         n_head: int,
-        n_kv_head: int | None,
-        head_dim: int | None,
+        n_kv_head: int | None = None,
         kv_dim: int | None = None,
         fused_qkv: bool = False,
-        bias: bool,
-        out_bias: bool | None = None,
-        is_causal: bool,
+        bias: bool = True,
+        is_causal: bool = False,
         out_proj_initializer: Initializer | None = None,
+        head_dim: int | None = None,
+        out_bias: bool | None = None,
         pairing: str = "half",
         q_norm: Layer | None = None,
         k_norm: Layer | None = None,
@@ -297,9 +294,6 @@ class GroupedQueryAttention(VariadicLayer):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.qk_norm_order = qk_norm_order
-        self.scale = scale
-        self.window = window
-        self.softcap = softcap
         n_q, n_kv = n_head * self.head_dim, n_kv_head * self.head_dim
         if fused_qkv:
             self.qkv_proj = Linear(
@@ -317,6 +311,9 @@ class GroupedQueryAttention(VariadicLayer):
             bias=bias if out_bias is None else out_bias,
             weight_initializer=out_proj_initializer,
         )
+        self.scale = _resolve_scale(scale, self.head_dim)
+        self.window = window
+        self.softcap = _resolve_softcap(softcap)
 
     def attend(
         self,
@@ -334,8 +331,8 @@ class GroupedQueryAttention(VariadicLayer):
                 "hides what lies before cache.start, so the mask would be ignored. Leave it out."
             )
         q, k, v = self._project(x, kv)
-        q = self._turned(q, self.q_norm, rope)
-        k = self._turned(k, self.k_norm, rope)
+        q = self._normalized_and_rotated(q, self.q_norm, rope)
+        k = self._normalized_and_rotated(k, self.k_norm, rope)
         if cache is None:
             heads = scaled_dot_product_attention(
                 q,
@@ -353,7 +350,7 @@ class GroupedQueryAttention(VariadicLayer):
             )
         return heads, k, v
 
-    def _turned(
+    def _normalized_and_rotated(
         self, x: TensorVariable, norm: Layer | None, rope: TensorLike | None
     ) -> TensorVariable:
         """Normalize queries or keys and rotate them, in the order of ``qk_norm_order``."""
@@ -437,49 +434,6 @@ class MultiheadAttention(GroupedQueryAttention):
     ----------
     .. [1] Henry et al. (2020). Query-Key Normalization for Transformers. arXiv:2010.04245.
     """
-
-    def __init__(
-        self,
-        name: str | None = None,
-        *,
-        n_embd: int,
-        n_head: int,
-        n_kv_head: int | None = None,
-        kv_dim: int | None = None,
-        fused_qkv: bool = False,
-        bias: bool = True,
-        is_causal: bool = False,
-        out_proj_initializer: Initializer | None = None,
-        head_dim: int | None = None,
-        out_bias: bool | None = None,
-        pairing: str = "half",
-        q_norm: Layer | None = None,
-        k_norm: Layer | None = None,
-        qk_norm_order: Literal["before_rotary", "after_rotary"] = "before_rotary",
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-    ):
-        super().__init__(
-            name,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head,
-            head_dim=head_dim,
-            kv_dim=kv_dim,
-            fused_qkv=fused_qkv,
-            bias=bias,
-            out_bias=out_bias,
-            is_causal=is_causal,
-            out_proj_initializer=out_proj_initializer,
-            pairing=pairing,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            qk_norm_order=qk_norm_order,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
 
     def __call__(
         self,
@@ -777,18 +731,7 @@ def _as_wide(x: TensorVariable) -> TensorVariable:
     return x.astype("float32") if x.type.dtype == "float16" else x
 
 
-def _output_shape(node: Apply, shapes: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the shape of attention's output; only axes of the static length 1 are broadcast."""
-    q, k, v, *_ = shapes
-    static = node.inputs[0].type.shape[:-3]
-    batch = [
-        k_length if known == 1 else length
-        for known, length, k_length in zip(static, q[:-3], k[:-3], strict=True)
-    ]
-    return (*batch, *q[-3:-1], v[-1])
-
-
-def _resolve_scale(scale: float | None, q: TensorVariable) -> float:
+def _resolve_scale(scale: float | None, head_dim: int | None) -> float:
     if scale is not None:
         if not math.isfinite(scale):
             raise ValueError(
@@ -796,12 +739,12 @@ def _resolve_scale(scale: float | None, q: TensorVariable) -> float:
                 "1 / sqrt(head_dim)."
             )
         return float(scale)
-    if q.type.shape[-1] is None:
+    if head_dim is None:
         raise ValueError(
-            f"The scale 1 / sqrt(head_dim) is unknown for queries of shape {q.type.shape}. "
-            "Give the last axis a static length, or pass scale."
+            "The scale 1 / sqrt(head_dim) is unknown, since the last axis of the queries has no "
+            "static length. Use specify_shape to state it, or pass scale."
         )
-    return 1 / math.sqrt(q.type.shape[-1])
+    return 1 / math.sqrt(head_dim)
 
 
 def _check_groups(n_head: int, n_kv_head: int) -> None:
@@ -827,12 +770,15 @@ def _check_window(window: int | None, is_causal: bool) -> None:
         )
 
 
-def _check_softcap(softcap: float | None) -> None:
-    if softcap is not None and not 0 < softcap < math.inf:
+def _resolve_softcap(softcap: float | None) -> float | None:
+    if softcap is None:
+        return None
+    if not 0 < softcap < math.inf:
         raise ValueError(
             f"A softcap of {softcap} bounds no score, since scores are divided by it. "
             "Pass a positive number, or None for no bound."
         )
+    return float(softcap)
 
 
 def _checked_mask(mask: TensorLike, q: TensorVariable, k: TensorVariable) -> TensorVariable:
@@ -852,6 +798,23 @@ def _checked_mask(mask: TensorLike, q: TensorVariable, k: TensorVariable) -> Ten
             "(..., heads, queries, keys). Give each axis the scores' length, or 1."
         )
     return mask
+
+
+def _with_equal_batches(
+    q: TensorVariable, k: TensorVariable, v: TensorVariable
+) -> tuple[TensorVariable, ...]:
+    """Check that the three go together, and let each know the batch axes of the others."""
+    _check_heads(q, k, v)
+    batch: list[int | None] = []
+    for lengths in zip(*(x.type.shape[:-3] for x in (q, k, v)), strict=True):
+        known = set(lengths) - {None}
+        if len(known) > 1:
+            raise ValueError(
+                f"q, k and v have batch axes of {', '.join(map(str, lengths))}, so rows cannot be "
+                "matched. Broadcast them to one length first."
+            )
+        batch += known or {None}
+    return tuple(pt.specify_shape(x, (*batch, *x.type.shape[-3:])) for x in (q, k, v))
 
 
 def _check_heads(q: TensorVariable, k: TensorVariable, v: TensorVariable) -> None:

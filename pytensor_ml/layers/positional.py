@@ -29,7 +29,6 @@ from pytensor_ml.layers.rotary_scaling import (
     check_rotary_dim,
     resolve_scaling,
     rotated_channels,
-    rotates_every_channel,
     scaled_frequencies,
 )
 
@@ -52,9 +51,10 @@ def rotary_table(
 
     .. math:: t_{p,i} = a \, (\cos p\theta_i, \sin p\theta_i), \quad \theta_i = b^{-2i/d}
 
-    with frequencies :math:`\theta` and attention factor a as the scaling kind has them. The angle
-    is never formed: p is split into digits, whose cosines and sines come from small tables and are
-    joined by the angle-sum identity. Entries are within 3e-7 a for :math:`|p| < 2^{24}` and 4e-7 a
+    with frequencies :math:`\theta` and attention factor a as the scaling kind has them. No angle is
+    formed in floats of the graph: p is split into digits, whose cosines and sines come from small
+    tables and are joined by the angle-sum identity (Numba's kernel counts turns in integers
+    instead). Entries are within 3e-7 a for :math:`|p| < 2^{24}` and 4e-7 a
     for :math:`|p| < 2^{31}`, and NaN beyond; of float64 ones, within 2e-12 a.
 
     Parameters
@@ -202,7 +202,7 @@ def rotary_embedding(
     dtype = "float64" if x.type.dtype == "float64" else "float32"
     head_dim = x.type.shape[-1]
     if rotary_dim is None and head_dim is None:
-        if not rotates_every_channel(scaling):
+        if rotated_channels(2, scaling) < 2:
             raise ValueError(
                 f"x has shape {x.type.shape}, so how many channels its partial_rotary_factor "
                 "rotates is unknown. Give x a static last dimension, or pass rotary_dim."
@@ -315,8 +315,8 @@ class IntegerRotaryEmbedding(Layer):
     base : float
         Base b of the frequencies.
     table_size : int
-        Base of the digits that a position is split into; a smaller one is taken if its tables
-        would exceed 1 MB.
+        Base of the digits that a position is split into, for backends that split it; a smaller one
+        is taken if its tables would exceed 1 MB.
 
     Examples
     --------
@@ -340,7 +340,7 @@ class IntegerRotaryEmbedding(Layer):
             raise ValueError(
                 f"table_size={table_size} can't be the base of digits. Pass at least 2."
             )
-        self.base = base
+        self.base, _ = resolve_scaling(base, "none", 1.0)
         self.table_size = table_size
         self.theta = self.make_theta()
 
@@ -784,8 +784,6 @@ def _constant(value: Any, dtype: str) -> TensorVariable:
 
 def _widen(position_ids: TensorVariable) -> TensorVariable:
     """Return positions in an integer type that holds their digits, and their maximum plus one."""
-    if position_ids.type.dtype == "uint64":
-        position_ids = pt.minimum(position_ids, _constant(2**32, "uint64"))
     bits = np.dtype(position_ids.type.dtype).itemsize * 8
     is_signed = position_ids.type.dtype.startswith("int")
     return position_ids.astype("int32" if bits < 32 or (bits == 32 and is_signed) else "int64")
@@ -804,6 +802,10 @@ def _check_positions(position_ids: TensorLike) -> TensorVariable:
             "position_ids is a scalar, so the table would have no sequence axis. Pass shape (seq,) "
             "or (batch, seq), as from position_ids[None]."
         )
+    if position_ids.type.dtype == "uint64":
+        # As int64 the largest would be small negative positions; JAX holds 32 bits of either.
+        bounded: Any = pt.minimum(position_ids, _constant(3 * 2**30, "uint64"))
+        return bounded
     return position_ids
 
 

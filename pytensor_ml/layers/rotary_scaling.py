@@ -157,11 +157,6 @@ def rotated_channels(head_dim: int, scaling: str | Mapping[str, Any]) -> int:
     return head_dim if share is None else int(head_dim * _plain("partial_rotary_factor", share))
 
 
-def rotates_every_channel(scaling: str | Mapping[str, Any]) -> bool:
-    """Return whether all channels rotate, however many there are."""
-    return rotated_channels(2, scaling) == 2
-
-
 def plain(rotary_dim: int, base: Decimal) -> Frequencies:
     r"""Return :math:`\theta_i = b^{-2i/d}` [1]_.
 

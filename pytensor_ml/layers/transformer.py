@@ -58,7 +58,7 @@ class DecoderBlock(VariadicLayer):
         What normalizes the inputs of the two, or their sums if ``norm_first`` is false.
     post_attention_norm, post_feed_forward_norm : Layer, optional
         What normalizes the outputs of the two before they are added.
-    branch_scale : float
+    branch_scale : float or NonTrainableParameter
         The factor s. Other than 1 it is kept in a parameter that is not trained, so that blocks of
         different factors are equal ops.
     modulation_dim : int, optional
@@ -142,6 +142,7 @@ class DecoderBlock(VariadicLayer):
         mask: TensorLike | None = None,
         x_mod: TensorLike | None = None,
         *,
+        valid: TensorLike | None = None,
         cache: KVCache | None = None,
     ) -> BlockOutput:
         """Run the block.
@@ -154,6 +155,8 @@ class DecoderBlock(VariadicLayer):
             As for :class:`~pytensor_ml.layers.attention.MultiheadAttention`.
         x_mod : tensor of shape (..., tokens, modulation_dim), optional
             Conditioning of each token, for a block that has a modulator.
+        valid : boolean tensor of shape (..., tokens), optional
+            False where a mixture of experts is not to count a token, which is padding.
 
         Returns
         -------
@@ -186,7 +189,11 @@ class DecoderBlock(VariadicLayer):
             return self.attention_dropout(attended)
 
         def feed(h: TensorVariable) -> TensorVariable:
-            return self.feed_forward_dropout(self.feed_forward(h))
+            if isinstance(self.feed_forward, MoE):
+                h = self.feed_forward(h, valid=valid)
+            else:
+                h = self.feed_forward(h)
+            return self.feed_forward_dropout(h)
 
         x = self._add(x, attend, self.attention_norm, self.post_attention_norm)
         x = self._add(x, feed, self.feed_forward_norm, self.post_feed_forward_norm)
@@ -254,6 +261,11 @@ def modulate(
     """
     _check_modulation_dtype(dtype)
     x, shift, scale = as_tensor(x), as_tensor(shift), as_tensor(scale)
+    if not x.type.dtype.startswith("float"):
+        raise TypeError(
+            f"x has dtype {x.type.dtype}, in which what is modulated would be truncated. Cast it, "
+            "as in x.astype('float32')."
+        )
     shift, scale = pt.atleast_Nd(shift, n=x.type.ndim), pt.atleast_Nd(scale, n=x.type.ndim)
     return ModulationLayer(dtype=dtype)(x, shift, scale, name="modulated")
 
@@ -364,7 +376,7 @@ class TransformerStack(VariadicLayer):
         Name of the layer.
     blocks : sequence of DecoderBlock or TransformerBlock
         The blocks, first to last.
-    rotary : RotaryEmbedding, IntegerRotaryEmbedding or mapping from str to these, optional
+    rotary : RotaryEmbedding, IntegerRotaryEmbedding, mapping from str to these, or None
         What makes the table from the positions. Of a mapping each block takes the one that its
         ``rotary_kind`` names. Without it positions have no influence.
 
@@ -402,6 +414,8 @@ class TransformerStack(VariadicLayer):
         mask: TensorLike | None = None,
         x_mod: TensorLike | None = None,
         tap_blocks: Sequence[int] = (),
+        *,
+        valid: TensorLike | None = None,
     ) -> tuple[TensorVariable, list[TensorVariable]]:
         """Run every block.
 
@@ -417,6 +431,9 @@ class TransformerStack(VariadicLayer):
             Conditioning of each token, for blocks that have a modulator.
         tap_blocks : sequence of int
             Indices of the blocks whose outputs are returned too.
+        valid : boolean tensor of shape (..., tokens), optional
+            False where mixtures of experts are not to count a token, which is padding. It hides
+            nothing from attention; that is the mask's part.
 
         Returns
         -------
@@ -438,10 +455,11 @@ class TransformerStack(VariadicLayer):
         hidden = as_tensor(x)
         mask = None if mask is None else as_tensor(mask)
         x_mod = None if x_mod is None else as_tensor(x_mod)
+        valid = None if valid is None else as_tensor(valid)
         ropes = self._tables(positions, hidden)
         outputs = []
         for block, rope in zip(self.blocks, ropes, strict=True):
-            [hidden] = _as_one_op(block, hidden, rope, mask, x_mod, None)
+            [hidden] = _as_one_op(block, hidden, rope, mask=mask, x_mod=x_mod, valid=valid)
             outputs.append(hidden)
         return hidden, [outputs[i] for i in tap_blocks]
 
@@ -469,7 +487,7 @@ class TransformerStack(VariadicLayer):
         ropes = self._tables(positions, hidden)
         new = []
         for block, rope, cache in zip(self.blocks, ropes, caches, strict=True):
-            hidden, keys, values = _as_one_op(block, hidden, rope, None, None, cache)
+            hidden, keys, values = _as_one_op(block, hidden, rope, cache=cache)
             new.append((keys, values))
         return hidden, new
 
@@ -614,21 +632,27 @@ def _as_one_op(
     block: DecoderBlock | TransformerBlock,
     x: TensorVariable,
     rope: TensorVariable | None,
-    mask: TensorVariable | None,
-    x_mod: TensorVariable | None,
-    cache: KVCache | None,
+    *,
+    mask: TensorVariable | None = None,
+    x_mod: TensorVariable | None = None,
+    valid: TensorVariable | None = None,
+    cache: KVCache | None = None,
 ) -> list[Any]:
     moe = getattr(block, "feed_forward", None)
     watched = ("load", "balance_loss") if isinstance(moe, MoE) else ()
+    # An input that nothing reads would make a dense block another op.
+    valid = valid if watched else None
 
     def call(
         x: TensorVariable,
         rope: TensorVariable | None,
         mask: TensorVariable | None,
         x_mod: TensorVariable | None,
+        valid: TensorVariable | None,
         *cache: TensorVariable,
     ) -> list[TensorVariable]:
-        options = {} if x_mod is None else {"x_mod": x_mod}
+        given = {"x_mod": x_mod, "valid": valid}
+        options = {name: value for name, value in given.items() if value is not None}
         new_cache = KVCache(*cache) if cache else None
         result = block(x, rope=rope, mask=mask, cache=new_cache, **options)
         y, *new = result if isinstance(result, tuple) else (result,)
@@ -639,7 +663,7 @@ def _as_one_op(
         return [y, *new, *(getattr(moe, what) for what in watched)]
 
     outputs = as_output_list(
-        call_as_block(call, x, rope, mask, x_mod, *(cache or ()), name=type(block).__name__)
+        call_as_block(call, x, rope, mask, x_mod, valid, *(cache or ()), name=type(block).__name__)
     )
     # What the call left on the layer are variables inside the op.
     for what in reversed(watched):

@@ -89,6 +89,7 @@ def tables(floatX):
     p = pt.lvector("p")
     outputs = {
         "wide": rotary_table(p, rotary_dim=128, dtype=floatX),
+        "batched": rotary_table(p[None], rotary_dim=128, dtype=floatX)[0],
         "longrope": rotary_table(p, rotary_dim=8, scaling=LONGROPE, dtype=floatX),
         "integer": IntegerRotaryEmbedding(12, 8, 10_000, 1024)(p),
         "int8": rotary_table(p.astype("int8"), rotary_dim=8, dtype=floatX),
@@ -175,6 +176,11 @@ def test_longrope_goes_by_the_length_at_hand(tables, floatX, length):
     np.testing.assert_allclose(tables(positions)["longrope"], expected, rtol=0, atol=bound)
 
 
+def test_positions_of_a_batch_give_the_same_rows(tables):
+    rows = tables([3_999_999, -1, 40])
+    np.testing.assert_array_equal(rows["batched"], rows["wide"])
+
+
 def test_linear_factor_divides_positions(tables):
     np.testing.assert_allclose(tables([400])["linear"], tables([100])["none"], rtol=0, atol=3e-7)
     np.testing.assert_allclose(tables([8])["linear"], tables([2])["none"], rtol=0, atol=3e-7)
@@ -182,7 +188,7 @@ def test_linear_factor_divides_positions(tables):
 
 def test_every_integer_type_gives_the_same_rows(tables):
     rows = tables([0, 1, 100, 127])
-    for dtype in ("int8", "uint8"):
+    for dtype in ("int8", "uint8", "uint64"):
         np.testing.assert_array_equal(rows[dtype], rows["none"])
     rows = tables([-128, -1])
     np.testing.assert_array_equal(rows["int8"], rows["none"])
@@ -199,10 +205,12 @@ def test_table_goes_by_the_values_of_positions(tables):
 def test_positions_beyond_31_bits_are_nan(tables, backend, floatX):
     if backend == "jax" and floatX == "float32":
         pytest.skip("JAX without x64 has no such positions")
-    results = tables([2**33, -(2**40), 3])
+    results = tables([2**33, -(2**40), 3, -5])
     for name in ("none", "uint64"):
         assert np.isnan(results[name][:2]).all()
         assert np.isfinite(results[name][2]).all()
+    # As an unsigned number -5 is 2**64 - 5.
+    assert np.isnan(results["uint64"][3]).all()
 
 
 def test_integer_rotary_embedding_equals_reference(tables):
@@ -320,14 +328,11 @@ def test_partial_rotation_leaves_the_other_channels(rotate, x, pairing):
 
 
 def test_pairings_give_published_numbers(floatX):
-    x = np.array([[1.0, 2.0, 3.0, 4.0]], floatX)
-    for pairing, expected in (
-        ("half", [-1.41335252, 1.87911807, -2.82885748, 4.05819114]),
-        ("adjacent", [-1.27223251, -1.83886500, 2.87866810, 4.08818664]),
-    ):
-        theta, _ = reference.frequencies("default", 4, 10_000)
-        rotated = reference.rotate(x[None, None], [3], theta, pairing)
-        np.testing.assert_allclose(rotated[0, 0, 0], expected, atol=1e-8)
+    x, p = pt.tensor("x", shape=(1, 4), dtype=floatX), pt.lvector("p")
+    outputs = [rotary_embedding(x, p, pairing=pairing) for pairing in ("half", "adjacent")]
+    half, adjacent = pytensor.function([x, p], outputs)(np.array([[1, 2, 3, 4]], floatX), [3])
+    assert_close(half[0], [-1.41335252, 1.87911807, -2.82885748, 4.05819114], 1e-6)
+    assert_close(adjacent[0], [-1.27223251, -1.83886500, 2.87866810, 4.08818664], 1e-6)
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])

@@ -1,7 +1,6 @@
 """Numba kernels of attention."""
 
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from math import factorial, log
 from typing import Any
 
@@ -13,7 +12,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
 
 Array = np.ndarray
@@ -62,7 +61,8 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
                     total[:] = 0
                     raise_to_maximum(high, scores)
                     exponentiate(scores, high, total)
-                    scatter(combine(scores, values, low, stop), total, y, b, h * group, i, n)
+                    factor = inverse_or_zero(total)
+                    scatter(combine(scores, values, low, stop), factor, y, b, h * group, i, n)
         return y
 
     return attention, cache_key(op, node)
@@ -119,7 +119,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
                         add_block(dmask, dscores, b, h * group, i, n, low)
                     if softcap is not None:
                         cap_pullback(capped, softcap, dscores)
-                    total[:] = q.dtype.type(1 / scale)
+                    total[:] = scale
                     scatter(combine(dscores, keys, low, stop), total, dq, b, h * group, i, n)
                     add_rows(dk, b, h, low, combine(dscores.T, rows, 0, len(rows)))
                     add_rows(dv, b, h, low, combine(scores.T, dy, 0, len(dy)))
@@ -186,7 +186,7 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
                     exponentiate(new, high, total)
                     mixed = combine(old, head(cached_values, b, h, n_old), low_old, n_old)
                     mixed += combine(new, head(v, b, h, i + n), low_new, i + n)
-                    scatter(mixed, total, y, b, h * group, i, n)
+                    scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
         return y
 
     return cached_attention, cache_key(op, node)
@@ -201,9 +201,9 @@ def has_kernel(floats: Sequence[Variable], masks: Sequence[Variable]) -> bool:
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 2
+    version = 3
     masks = [x.type.dtype for x in node.inputs[3:]]
-    return sha256(str((type(op), op._props_dict(), masks, version)).encode()).hexdigest()
+    return kernel_key(type(op), op._props_dict(), masks, version)
 
 
 @numba_njit
@@ -236,13 +236,22 @@ def gather(x: Array, b: int, first_head: int, n_heads: int, i: int, n: int, fact
 
 @numba_njit
 def scatter(
-    rows: Array, divisor: Array, out: Array, b: int, first_head: int, i: int, n: int
+    rows: Array, factor: Array, out: Array, b: int, first_head: int, i: int, n: int
 ) -> None:
-    """Undo :func:`gather`, with each row divided by its divisor, or 0 where that is 0."""
+    """Undo :func:`gather`, with each row times its factor, or 0 where that is 0."""
     for r in range(len(rows)):
         for d in range(out.shape[3]):
-            quotient = rows[r, d] / divisor[r] if divisor[r] != 0 else out.dtype.type(0)
-            out[b, first_head + r // n, i + r % n, d] = quotient
+            product = rows[r, d] * factor[r] if factor[r] != 0 else out.dtype.type(0)
+            out[b, first_head + r // n, i + r % n, d] = product
+
+
+@numba_njit
+def inverse_or_zero(total: Array) -> Array:
+    inverse = np.zeros_like(total)
+    for r in range(len(total)):
+        if total[r] != 0:
+            inverse[r] = 1 / total[r]
+    return inverse
 
 
 @numba_njit

@@ -1,6 +1,7 @@
 """What holds for every op on Numba."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 from pytensor.graph.basic import Apply
@@ -11,8 +12,9 @@ from pytensor_ml.base import LayerOp
 
 
 def refuse_float16(op: LayerOp, node: Apply) -> None:
-    """Raise if ``node`` has a float16 input or output, which Numba cannot compile."""
-    for variable in [*node.inputs, *node.outputs]:
+    """Raise if ``node`` has a float16 variable, also inside, which Numba cannot compile."""
+    inner = [variable for inner_node in op.fgraph.apply_nodes for variable in inner_node.outputs]
+    for variable in [*node.inputs, *node.outputs, *inner]:
         if getattr(variable.type, "dtype", None) == "float16":
             raise NotImplementedError(
                 f"{type(op).__name__} has the float16 variable {variable}, and PyTensor's Numba "
@@ -33,6 +35,11 @@ def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[
         return make
 
     return register
+
+
+def kernel_key(*read: Any) -> str:
+    """Return what tells a kernel from others in Numba's cache, made of all that it reads."""
+    return sha256(str(read).encode()).hexdigest()
 
 
 register_kernel(LayerOp)(numba_funcify_OpFromGraph)

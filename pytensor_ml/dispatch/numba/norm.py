@@ -4,7 +4,6 @@ The loops work on matrices of rows, so that they are compiled once a dtype whate
 """
 
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
-from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -131,8 +130,7 @@ def cache_key(op: Any, node: Apply) -> str:
     """Return a key made of what the kernels read, which the width is not."""
     version = 1
     offset = getattr(op, "offset", None)
-    read = (type(op), op.epsilon, offset, len(node.inputs), version)
-    return sha256(str(read).encode()).hexdigest()
+    return kernel_key(type(op), op.epsilon, offset, len(node.inputs), version)
 
 
 @numba_njit

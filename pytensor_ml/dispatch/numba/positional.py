@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from decimal import Decimal, localcontext
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
-from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
     ApplyRotary,
@@ -65,8 +64,8 @@ def table_kernel(
         fill_table(np.ascontiguousarray(positions).reshape(-1), high, low, amplitude, table)
         return table.reshape((*positions.shape, len(high), 2))
 
-    read = (turns, amplitude, dtype.name, node.inputs[0].type.ndim, 1)
-    return rotary_table, sha256(str((type(op), *read)).encode()).hexdigest()
+    ndim = node.inputs[0].type.ndim
+    return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim)
 
 
 @numba_njit
@@ -119,8 +118,8 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
                 rotate_rows(rows[b, h], cos, sin, y[b, h])
         return y.reshape(x.shape)
 
-    read = (op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name, 1)
-    return apply_rotary, sha256(str((type(op), *read)).encode()).hexdigest()
+    key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
+    return apply_rotary, key
 
 
 @numba_njit
