@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> None:
         model = load_causal_lm(path)
         tokenizer = Tokenizer.open(path)
     prompt = tokenizer.encode(options.prompt)
-    needed = len(prompt) + options.max_new_tokens
+    needed = len(prompt) + options.max_new_tokens - 1  # The last token is given, not taken.
     if needed > model.max_positions:
         raise ValueError(
             f"A prompt of {len(prompt)} tokens and {options.max_new_tokens} new ones do not fit "
