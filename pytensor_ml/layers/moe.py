@@ -89,7 +89,9 @@ class MoE(VariadicLayer):
     bias : parameter of shape (n_experts,), or None
         The selection bias.
     load : int32 tensor of shape (n_experts,)
-        How many valid tokens of the last call chose each expert.
+        How many valid tokens of the last call chose each expert. Like ``balance_loss``, it belongs
+        to the graph of that call: what :func:`~pytensor_ml.layers.combinators.call_as_block` calls
+        has to return it.
     balance_loss : scalar tensor
         Of the last call, ``aux_loss_coeff`` times :math:`N \sum_i f_i P_i` [3]_ over N experts:
         the fraction :math:`f_i` of the choices of valid tokens, and the mean :math:`P_i` of the
@@ -526,9 +528,7 @@ class BalanceLossPullback(VariadicLayerOp):
         mean = pt.sum(shares * slopes, axis=-1, keepdims=True, acc_dtype=dtype)
         gradient = g * shares * (slopes - mean)
         if self.score == "sigmoid":
-            # A token that does not count may be NaN.
-            rest = pt.where(pt.eq(shares, 0), _zero(shares), pt.sigmoid(-logits))
-            gradient = gradient * rest
+            gradient = gradient * pt.sigmoid(-logits)
         return [gradient]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
