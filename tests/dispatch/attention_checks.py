@@ -12,13 +12,15 @@ SCALE = 0.3
 
 
 def emptied(outputs):
-    """Return what ops whose inner graphs are replaced by zeros give for ``outputs``."""
+    """Return what ops whose inner graphs are replaced by constants give for ``outputs``."""
     copies = []
-    for node in dict.fromkeys(output.owner for output in outputs):
+    for i, node in enumerate(dict.fromkeys(output.owner for output in outputs)):
         inner = node.op.fgraph.unfreeze()
-        inner.replace_all([(out, pt.zeros_like(out)) for out in inner.outputs], import_missing=True)
-        zeros = node.op.clone_with_inner_graph(inner).make_node(*node.inputs).outputs
-        copies += [zeros[output.index or 0] for output in outputs if output.owner is node]
+        # Not the same for all: equal graphs make equal ops, which are merged.
+        constants = [(out, pt.zeros_like(out) + np.array(i, out.dtype)) for out in inner.outputs]
+        inner.replace_all(constants, import_missing=True)
+        made = node.op.clone_with_inner_graph(inner).make_node(*node.inputs).outputs
+        copies += [made[output.index or 0] for output in outputs if output.owner is node]
     return copies
 
 
