@@ -128,23 +128,20 @@ SUPPORTED = {
 }
 
 
+# One divisor a rotary frequency, for all blocks; in transformers' checkpoints the config has them.
+_ROTARY_DIVISORS = "rope_freqs.weight"
+
+
 def _source_names(file: "GGUFFile", architecture: str) -> dict[str, str]:
     names = {}
-    for name in file.tensors:
+    for name in file.tensors.keys() - {_ROTARY_DIVISORS}:
         match = re.fullmatch(r"(blk\.)?(?:(?<=\.)(\d+)\.)?(\w+)\.(weight|bias)", name)
         target = match and SUPPORTED[architecture].names.get((match[1] or "") + match[3])
         if match is None or target is None:
-            scaled = name == "rope_freqs.weight"
             raise ValueError(
-                f"{file.path} holds the tensor {name}, "
-                + (
-                    "factors that rescale the rotary frequencies (llama3 scaling), which are not "
-                    "supported from GGUF yet: without them every position would be rotated wrongly."
-                    if scaled
-                    else f"which the architecture {architecture} has no layer for here, so the "
-                    "model would not be the one that was trained."
-                )
-                + " Load the safetensors checkpoint that this file was made from."
+                f"{file.path} holds the tensor {name}, which the architecture {architecture} has "
+                "no layer for here, so the model would not be the one that was trained. Load the "
+                "safetensors checkpoint that this file was made from."
             )
         names[f"{target.format(match[2])}.{match[4]}"] = name
     return names
@@ -187,6 +184,24 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
             )
     # The specification gives no default for the base, so a file without one is not guessed at.
     theta = number("rope.freq_base", float)
+    max_positions = number("context_length")
+    scaling = _read_rope_scaling(file, architecture)
+    if _ROTARY_DIVISORS in file.tensors:
+        if scaling["rope_type"] != "default":
+            raise ValueError(
+                f"{file.path} scales its rotary frequencies twice, by the kind "
+                f"{scaling['rope_type']!r} and by {_ROTARY_DIVISORS}, which is not supported: "
+                "positions would be rotated wrongly. Load the safetensors checkpoint that this "
+                "file was made from."
+            )
+        divisors = _read_rotary_divisors(file, head_dim)
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": divisors,
+            "original_max_position_embeddings": max_positions,
+            "attention_factor": 1.0,
+        }
     family = SUPPORTED[architecture]
     config = {
         "architectures": [family.builder],
@@ -200,9 +215,9 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon", float),
         "rope_theta": theta,
-        "rope_parameters": {"rope_theta": theta} | _read_rope_scaling(file, architecture),
+        "rope_parameters": {"rope_theta": theta} | scaling,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": number("context_length"),
+        "max_position_embeddings": max_positions,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -210,6 +225,22 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     return config
+
+
+def _read_rotary_divisors(file: "GGUFFile", head_dim: int) -> list[float]:
+    divisors = file.read(_ROTARY_DIVISORS)
+    if divisors.shape != (head_dim // 2,):
+        raise ValueError(
+            f"{file.path} has {_ROTARY_DIVISORS} of shape {divisors.shape} and heads of width "
+            f"{head_dim}, whose {head_dim // 2} pairs need one divisor each: positions would be "
+            "rotated wrongly. Convert the model to GGUF again."
+        )
+    if not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise ValueError(
+            f"{file.path} has {_ROTARY_DIVISORS} = {divisors}, which are not all finite and "
+            "positive, so some pairs would have no frequency. Fetch or convert the file again."
+        )
+    return divisors.tolist()
 
 
 def _read_rope_scaling(file: "GGUFFile", architecture: str) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 import importlib
+import json
 import sys
 import tracemalloc
 
 import gguf
 import numpy as np
+import pytensor.tensor as pt
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
 import pytensor_ml.models
+from pytensor_ml.layers.rotary_scaling import rotary_frequencies
+from pytensor_ml.models import load_causal_lm
 from pytensor_ml.models.loading import GGUFCheckpoint, KeyMap
 from pytensor_ml.models.loading import gguf as loading_gguf
 from pytensor_ml.params import trainable
@@ -217,6 +221,62 @@ def test_rope_scaling(tmp_path, metadata, expected):
     assert checkpoint.config["rope_parameters"] == {"rope_theta": 5000.0} | expected
 
 
+def test_rotary_divisors(tmp_path):
+    divisors = np.array([1, 1.5, 3.25, 8], "float32")
+    path = write(tmp_path / "m.gguf", as_stored() | {"rope_freqs.weight": divisors})
+    checkpoint = GGUFCheckpoint(path)
+    assert checkpoint.keys() == {target for target, _ in MODEL.values()}
+    scaling = checkpoint.config["rope_parameters"]
+    assert json.loads(json.dumps(scaling)) == scaling
+    for length in (1, 64, 65, 1 << 20):
+        frequencies, attention_factor = rotary_frequencies(
+            rotary_dim=HEAD_DIM, scaling=scaling, length=length
+        )
+        expected = 5000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM) / divisors
+        np.testing.assert_allclose(frequencies, expected, rtol=1e-14)
+        assert attention_factor == 1
+
+
+def test_rotary_divisors_reach_the_model(tmp_path):
+    tensors = {
+        name: values
+        for name, values in as_stored().items()
+        if ".10." not in name and not name.endswith("bias")
+    }
+    tensors["rope_freqs.weight"] = np.array([1, 1.5, 3.25, 8], "float32")
+    path = write(tmp_path / "m.gguf", tensors, block_count=1)
+    rotary, position = load_causal_lm(path).stack.rotary, 7
+    angles = position * 5000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    angles /= tensors["rope_freqs.weight"]
+    np.testing.assert_allclose(
+        rotary.table(pt.constant([position])).eval()[0],
+        np.stack([np.cos(angles), np.sin(angles)], axis=-1),
+        rtol=0,
+        atol=3e-7,
+    )
+
+
+@pytest.mark.parametrize(
+    ("divisors", "metadata", "told"),
+    [
+        ([1, 2, 3], {}, r"shape \(3,\).*width 8.*4 pairs"),
+        ([[1, 2], [3, 4]], {}, r"shape \(2, 2\).*width 8.*4 pairs"),
+        ([1, 2, 0, 4], {}, "not all finite and positive"),
+        ([1, np.inf, 3, 4], {}, "not all finite and positive"),
+        (
+            [1, 2, 3, 4],
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            "twice, by the kind 'linear'",
+        ),
+    ],
+)
+def test_rotary_divisors_that_cannot_be_followed(tmp_path, divisors, metadata, told):
+    tensors = as_stored() | {"rope_freqs.weight": np.array(divisors, "float32")}
+    path = write(tmp_path / "m.gguf", tensors, **metadata)
+    with pytest.raises(ValueError, match=rf"(?s)m\.gguf.*{told}"):
+        GGUFCheckpoint(path)
+
+
 @pytest.mark.parametrize(
     ("metadata", "told"),
     [
@@ -254,7 +314,7 @@ def test_metadata_that_cannot_be_followed(tmp_path, metadata, told):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("rope_freqs.weight", "llama3 scaling"),
+        ("blk.0.rope_freqs.weight", "no layer"),
         ("blk.0.attn_q_norm.weight", "no layer"),
         ("blk.0.token_embd.weight", "no layer"),
         ("attn_q.weight", "no layer"),
