@@ -28,7 +28,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         type=Path,
-        help="a GGUF file of the Llama family, or a folder with config.json and safetensors",
+        help="a GGUF file of the Llama family (dense; vocabulary of SentencePiece, or split like "
+        "Llama 3, GPT-2 or SmolLM), or a folder with config.json and safetensors",
     )
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -91,7 +92,7 @@ def main(options: argparse.Namespace) -> None:
         compile_seconds = time.perf_counter() - started
 
     print(options.prompt, end="", flush=True)
-    text = tokenizer.stream()
+    text = tokenizer.stream(prompt)
     n_new = 0
     started = time.perf_counter()
     for [token] in tokens:
