@@ -309,6 +309,15 @@ def sample(
     -------
     integer array of shape (batch,)
 
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pytensor_ml.generation import sample
+    >>> logits = np.array([[0.0, 2.0, 1.0]])
+    >>> rng = np.random.default_rng(0)
+    >>> sample(logits, temperature=0.0, top_k=None, top_p=1.0, rng=rng).tolist()
+    [1]
+
     References
     ----------
     .. [1] Holtzman et al. (2020). The Curious Case of Neural Text Degeneration. arXiv:1904.09751.

@@ -147,8 +147,17 @@ def scaled_dot_product_attention(
     TypeError
         If a mask is neither boolean nor floating.
     ValueError
-        If head counts are not static or do not divide, widths differ, a mask does not broadcast to
-        the scores, a window is not causal, or a number is out of its range.
+        If head counts are not static or do not divide, batches or widths differ, a mask does not
+        broadcast to the scores, a window is not causal, or a number is out of its range.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import scaled_dot_product_attention
+    >>> q = pt.tensor("q", shape=(None, 8, 5, 64))
+    >>> k, v = (pt.tensor(name, shape=(None, 2, 5, 64)) for name in "kv")
+    >>> scaled_dot_product_attention(q, k, v, is_causal=True).type.shape
+    (None, 8, 5, 64)
 
     References
     ----------
@@ -192,7 +201,8 @@ class CachedAttentionLayer(VariadicLayerOp):
             visible = visible & (query_slot - slot < self.window)
         scores = attention_scores(q, keys, scale=self.scale, softcap=self.softcap)
         weights = masked_softmax(scores, visible[:, None, None])
-        return [merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)]
+        y = merge_groups(weights @ _as_wide(values)[..., None, :, :]).astype(q.type.dtype)
+        return [pt.specify_shape(y, (*q.type.shape[:-1], v.type.shape[-1]))]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [(*shapes[0][:-1], shapes[2][-1])]
@@ -228,6 +238,17 @@ def cached_attention(
     -------
     tensor of shape (batch, n_head, n_new, head_dim)
         In the dtype of q; 0 for a token that is padding.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import KVCache, cached_attention
+    >>> q = pt.tensor("q", shape=(1, 8, 1, 64))
+    >>> k, v = (pt.tensor(name, shape=(1, 2, 1, 64)) for name in "kv")
+    >>> keys, values = (pt.tensor(name, shape=(1, 2, 512, 64)) for name in ("keys", "values"))
+    >>> cache = KVCache(keys, values, length=pt.lscalar(), start=pt.zeros((1,), dtype="int64"))
+    >>> cached_attention(q, k, v, cache).type.shape
+    (1, 8, 1, 64)
     """
     q, k, v = _with_equal_batches(q, k, v)
     _check_window(window, is_causal=True)
@@ -430,6 +451,15 @@ class MultiheadAttention(GroupedQueryAttention):
     ValueError
         If the head counts do not divide, or an option has no such value.
 
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import MultiheadAttention, rotary_table
+    >>> attention = MultiheadAttention("attention", n_embd=64, n_head=4, n_kv_head=2)
+    >>> x = pt.tensor("x", shape=(None, 5, 64))
+    >>> attention(x, rope=rotary_table(pt.arange(5), rotary_dim=16)).type.shape
+    (None, 5, 64)
+
     References
     ----------
     .. [1] Henry et al. (2020). Query-Key Normalization for Transformers. arXiv:2010.04245.
@@ -475,6 +505,13 @@ class CausalSelfAttention(MultiheadAttention):
     """:class:`MultiheadAttention` in which a token sees itself and the ones before.
 
     Its parameters are those of the same name there.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import CausalSelfAttention
+    >>> CausalSelfAttention(n_embd=64, n_head=4)(pt.tensor("x", shape=(None, 5, 64))).type.shape
+    (None, 5, 64)
     """
 
     def __init__(

@@ -85,6 +85,14 @@ def call_as_block(
     ------
     ValueError
         If a random draw depends on more than the shapes of the data.
+
+    Examples
+    --------
+    >>> from pytensor_ml.layers import Input, Linear, call_as_block
+    >>> x = Input("x", shape=(None, 64))
+    >>> y = call_as_block(Linear("fc", n_in=64, n_out=64), x, name="block")
+    >>> [str(v) for v in y.owner.inputs]
+    ['x', 'fc_b', 'fc_W']
     """
     given = [x for x in inputs if x is not None]
     stand_ins = [x.type(name=x.name) for x in given]

@@ -41,6 +41,12 @@ class Dropout(Layer):
     random_state : int, Generator or symbolic generator, optional
         Where the draws come from. Default is a fresh seed.
 
+    Examples
+    --------
+    >>> from pytensor_ml.layers import Dropout, Input
+    >>> Dropout("dropout", p=0.1, random_state=0)(Input("x", shape=(None, 64))).type.shape
+    (None, 64)
+
     References
     ----------
     .. [1] Srivastava et al. (2014). Dropout: A Simple Way to Prevent Neural Networks from

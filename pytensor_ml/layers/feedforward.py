@@ -34,6 +34,12 @@ class FeedForward(Layer):
     fc_out_initializer : Initializer, optional
         Law of the second weight.
 
+    Examples
+    --------
+    >>> from pytensor_ml.layers import FeedForward, Input
+    >>> FeedForward("ff", d_model=64, gated=True)(Input("x", shape=(None, 64))).type.shape
+    (None, 64)
+
     References
     ----------
     .. [1] Shazeer (2020). GLU Variants Improve Transformer. arXiv:2002.05202.
@@ -96,6 +102,12 @@ class GatedFeedForward(Layer):
         Width between.
     activation : Activation, optional
         The function f. Default is SiLU, which makes this SwiGLU.
+
+    Examples
+    --------
+    >>> from pytensor_ml.layers import GatedFeedForward, Input
+    >>> GatedFeedForward("ff", d_model=64, hidden_dim=128)(Input("x", shape=(None, 64))).type.shape
+    (None, 64)
 
     References
     ----------

@@ -78,6 +78,20 @@ class DecoderBlock(VariadicLayer):
     ValueError
         If the modulation has no such dtype.
 
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import DecoderBlock, GatedFeedForward, MultiheadAttention, RMSNorm
+    >>> block = DecoderBlock(
+    ...     "block",
+    ...     attention=MultiheadAttention(n_embd=64, n_head=4, n_kv_head=2, is_causal=True),
+    ...     feed_forward=GatedFeedForward(d_model=64, hidden_dim=128),
+    ...     attention_norm=RMSNorm(n_in=64),
+    ...     feed_forward_norm=RMSNorm(n_in=64),
+    ... )
+    >>> block(pt.tensor("x", shape=(None, None, 64))).type.shape
+    (None, None, 64)
+
     References
     ----------
     .. [1] Gemma Team (2024). Gemma 2: Improving Open Language Models at a Practical Size.
@@ -258,6 +272,22 @@ def modulate(
     Returns
     -------
     tensor of shape (..., tokens, width)
+
+    Raises
+    ------
+    TypeError
+        If x holds no floats.
+    ValueError
+        If there is no such dtype.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import modulate
+    >>> x = pt.tensor("x", shape=(None, None, 64), dtype="float16")
+    >>> y = modulate(x, pt.fvector("shift"), pt.fvector("scale"))
+    >>> y.type.dtype, y.type.shape
+    ('float16', (None, None, 64))
     """
     _check_modulation_dtype(dtype)
     x, shift, scale = as_tensor(x), as_tensor(shift), as_tensor(scale)
@@ -300,6 +330,13 @@ class TransformerBlock(VariadicLayer):
         The :math:`\epsilon` of both norms.
     residual_initializer : Initializer, optional
         Law of the weights that write to the sums.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import TransformerBlock
+    >>> TransformerBlock(d_model=64, n_head=4)(pt.tensor("x", shape=(None, 5, 64))).type.shape
+    (None, 5, 64)
     """
 
     def __init__(
@@ -358,6 +395,7 @@ class TransformerBlock(VariadicLayer):
         rope: TensorLike | None = None,
         cache: KVCache | None = None,
     ) -> BlockOutput:
+        """Run the block; see :meth:`DecoderBlock.__call__`."""
         return self._block(x, rope=rope, mask=mask, cache=cache)
 
     @property
@@ -385,6 +423,16 @@ class TransformerStack(VariadicLayer):
     ValueError
         If a block pairs channels otherwise than its rotary embedding, or names one that is not
         there.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import TransformerBlock, TransformerStack
+    >>> blocks = [TransformerBlock(f"block_{i}", d_model=64, n_head=4) for i in range(3)]
+    >>> stack = TransformerStack("stack", blocks, rotary=None)
+    >>> y, [tap] = stack(pt.tensor("x", shape=(None, 5, 64)), pt.arange(5), tap_blocks=[0])
+    >>> y.type.shape, tap.name
+    ((None, 5, 64), 'block_0_output')
     """
 
     def __init__(
@@ -575,6 +623,34 @@ def praxis_stack(
     ValueError
         If a dense block does not exist, a mixture has no settings, or the rotary table has another
         width than the heads.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import IntegerRotaryEmbedding, build_moe_config, praxis_stack
+    >>> trunk = praxis_stack(
+    ...     depth=3,
+    ...     dense_blocks=(0, 2),
+    ...     dim=64,
+    ...     num_heads=4,
+    ...     num_kv_heads=2,
+    ...     head_dim=16,
+    ...     qk_norm_eps=1e-6,
+    ...     norm_eps=1e-6,
+    ...     dense_hidden=256,
+    ...     rotary=IntegerRotaryEmbedding(dim=16, effective_dim=12, base=10_000, table_size=1024),
+    ...     moe=build_moe_config(
+    ...         dim=64,
+    ...         expert_hidden=32,
+    ...         num_routed_experts=8,
+    ...         top_k_routed=2,
+    ...         routed_scaling_factor=2.5,
+    ...         gate_bias_update_factor=1e-3,
+    ...     ),
+    ... )
+    >>> y, taps = trunk(pt.tensor("x", shape=(None, 5, 64)), 2_000_000 + pt.arange(5))
+    >>> y.type.shape
+    (None, 5, 64)
 
     References
     ----------

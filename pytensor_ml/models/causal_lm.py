@@ -32,6 +32,21 @@ class CausalLM(VariadicLayer):
         Output head. Default is the embedding's table, transposed.
     max_positions : int
         Largest number of tokens that the model was made for.
+
+    Examples
+    --------
+    >>> import pytensor.tensor as pt
+    >>> from pytensor_ml.layers import Embedding, RMSNorm, TransformerBlock, TransformerStack
+    >>> from pytensor_ml.models import CausalLM
+    >>> blocks = [TransformerBlock(d_model=64, n_head=4, is_causal=True)]
+    >>> model = CausalLM(
+    ...     embedding=Embedding(n_embeddings=100, n_features=64),
+    ...     stack=TransformerStack("stack", blocks, rotary=None),
+    ...     norm=RMSNorm(n_in=64),
+    ...     max_positions=512,
+    ... )
+    >>> model(pt.tensor("ids", shape=(None, 5), dtype="int64")).type.shape
+    (None, 5, 100)
     """
 
     def __init__(

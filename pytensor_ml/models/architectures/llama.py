@@ -40,6 +40,7 @@ def build_llama(config: dict[str, Any], keys: KeyMap) -> CausalLM:
     _check_supported(config)
     width, n_head = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or width // n_head
+    bias = config.get("attention_bias", False)
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(name, n_in=width, epsilon=config["rms_norm_eps"])
@@ -55,8 +56,10 @@ def build_llama(config: dict[str, Any], keys: KeyMap) -> CausalLM:
             n_head=n_head,
             n_kv_head=config.get("num_key_value_heads") or n_head,
             head_dim=head_dim,
-            bias=config.get("attention_bias", False),
+            bias=bias,
+            out_bias=config.get("attention_out_bias", bias),
             is_causal=True,
+            window=config.get("sliding_window"),
         )
         feed_forward = GatedFeedForward(
             f"{name}_mlp", d_model=width, hidden_dim=config["intermediate_size"]

@@ -219,6 +219,8 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": max_positions,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "sliding_window": file.metadata.get(f"{architecture}.attention.sliding_window") or None,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }

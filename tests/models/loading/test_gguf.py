@@ -159,6 +159,8 @@ def test_config(tmp_path):
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
         "attention_bias": True,
+        "attention_out_bias": False,
+        "sliding_window": None,
         "mlp_bias": False,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
@@ -253,6 +255,22 @@ def test_rotary_divisors_reach_the_model(tmp_path):
         np.stack([np.cos(angles), np.sin(angles)], axis=-1),
         rtol=0,
         atol=3e-7,
+    )
+
+
+def test_biases_and_windows_reach_the_model(tmp_path):
+    tensors = {name: values for name, values in as_stored().items() if ".10." not in name}
+    windowed = {"block_count": 1, "attention.sliding_window": 7}
+    path = write(tmp_path / "m.gguf", tensors, **windowed)
+    attention = load_causal_lm(path).stack.blocks[0].attention
+    assert attention.q_proj.b is not None
+    assert attention.out_proj.b is None
+    assert attention.window == 7
+    tensors["blk.0.attn_output.bias"] = normal(WIDTH)
+    path = write(tmp_path / "with_bias.gguf", tensors, **windowed)
+    attention = load_causal_lm(path).stack.blocks[0].attention
+    np.testing.assert_array_equal(
+        attention.out_proj.b.get_value(), tensors["blk.0.attn_output.bias"]
     )
 
 
