@@ -6,7 +6,7 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
-from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.dispatch.c.basic import PRODUCTS, CKernel, c_funcify
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
 
 Attention = AttentionLayer | AttentionPullback | CachedAttentionLayer
@@ -77,134 +77,20 @@ class AttentionKernel(CKernel):
         """
 
 
-# Products go to the BLAS of SciPy, whose address SciPy's Cython interface gives: PyTensor has none
-# to link to. What is to be vectorized sums in lanes, since the compiler may not reorder a sum.
-SUPPORT_CODE = r"""
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <vector>
-
+SUPPORT_CODE = (
+    PRODUCTS
+    + r"""
 namespace pytensor_ml_attention {
 
-const npy_intp BLOCK = 64, LANES = 16;
+using namespace pytensor_ml_products;
+
+const npy_intp BLOCK = 64;
 
 struct Settings {
     bool is_causal;
     npy_intp window;
     double scale, softcap;
 };
-
-template <typename T>
-struct Blas {
-    typedef void (*Gemm)(char*, char*, int*, int*, int*, T*, T*, int*, T*, int*, T*, T*, int*);
-
-    static Gemm gemm() {
-        static Gemm address = NULL;
-        if (address) return address;
-        PyObject* module = PyImport_ImportModule("scipy.linalg.cython_blas");
-        PyObject* table = module ? PyObject_GetAttrString(module, "__pyx_capi__") : NULL;
-        PyObject* capsule =
-            table ? PyMapping_GetItemString(table, sizeof(T) == 4 ? "sgemm" : "dgemm") : NULL;
-        const char* signature = capsule ? PyCapsule_GetName(capsule) : NULL;
-        if (signature && std::strstr(signature, "char *, char *, int *, int *, int *,"))
-            address = (Gemm)PyCapsule_GetPointer(capsule, signature);
-        else if (signature)
-            PyErr_Format(PyExc_NotImplementedError,
-                         "The C kernels of attention need a SciPy whose BLAS has 32-bit integers; "
-                         "this one has %s. Compile for another backend.", signature);
-        Py_XDECREF(capsule);
-        Py_XDECREF(table);
-        Py_XDECREF(module);
-        return address;
-    }
-};
-
-// A row-major matrix that may be the transpose of what lies in memory.
-template <typename T>
-struct Matrix {
-    const T* data;
-    npy_intp stride;
-    bool transposed;
-};
-
-// out = beta * out + a b, where out is (m, n) and a is (m, k).
-template <typename T>
-void multiply(npy_intp m, npy_intp n, npy_intp k, Matrix<T> a, Matrix<T> b,
-              T beta, T* out, npy_intp out_stride) {
-    if (m == 0 || n == 0) return;
-    if (k == 0) {
-        if (beta == 0)
-            for (npy_intp i = 0; i < m; ++i) std::fill_n(out + i * out_stride, n, T(0));
-        return;
-    }
-    int rows = int(m), columns = int(n), inner = int(k);
-    int a_stride = int(std::max(a.stride, npy_intp(1)));
-    int b_stride = int(std::max(b.stride, npy_intp(1)));
-    int stride = int(std::max(out_stride, npy_intp(1)));
-    T alpha = 1;
-    // Fortran's columns are our rows, so it forms the transpose, b a.
-    Blas<T>::gemm()(const_cast<char*>(b.transposed ? "T" : "N"),
-                    const_cast<char*>(a.transposed ? "T" : "N"),
-                    &columns, &rows, &inner, &alpha, const_cast<T*>(b.data), &b_stride,
-                    const_cast<T*>(a.data), &a_stride, &beta, out, &stride);
-}
-
-inline double exponential(double x) { return std::exp(x); }
-
-// Written so that the compiler vectorizes a loop of it: x = n log 2 + r, and a series in r.
-inline float exponential(float x) {
-    const float magic = 12582912.0f, log_2_high = 0.693359375f;
-    const float log_2_low = float(0.69314718055994530942 - 0.693359375);
-    const float bounded = x < -87.0f ? -87.0f : x;
-    const float shifted = bounded * 1.44269504088896341f + magic;
-    const float n = shifted - magic;
-    const float r = (bounded - n * log_2_high) - n * log_2_low;
-    const float tail = 1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (
-        1 / 720.f + r * (1 / 5040.f)))));
-    npy_uint32 bits;
-    std::memcpy(&bits, &shifted, 4);
-    bits = (bits << 23) + 0x3f800000u;
-    float power_of_2;
-    std::memcpy(&power_of_2, &bits, 4);
-    const float y = (1 + (r + r * r * tail)) * power_of_2;
-    return x < -87.0f ? 0.0f : y;
-}
-
-template <typename T>
-T maximum(const T* x, npy_intp n) {
-    T lanes[LANES], high = -std::numeric_limits<T>::infinity();
-    std::fill_n(lanes, LANES, high);
-    npy_intp i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; ++l) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
-    for (; i < n; ++i) high = x[i] > high ? x[i] : high;
-    for (int l = 0; l < LANES; ++l) high = lanes[l] > high ? lanes[l] : high;
-    return high;
-}
-
-template <typename T>
-T sum(const T* x, npy_intp n) {
-    T lanes[LANES] = {0}, total = 0;
-    npy_intp i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; ++l) lanes[l] += x[i + l];
-    for (; i < n; ++i) total += x[i];
-    for (int l = 0; l < LANES; ++l) total += lanes[l];
-    return total;
-}
-
-template <typename T>
-T sum_of_products(const T* x, const T* y, npy_intp n) {
-    T lanes[LANES] = {0}, total = 0;
-    npy_intp i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; ++l) lanes[l] += x[i + l] * y[i + l];
-    for (; i < n; ++i) total += x[i] * y[i];
-    for (int l = 0; l < LANES; ++l) total += lanes[l];
-    return total;
-}
 
 // An array with four axes, any strides, and an item for every index along axes of length 1.
 template <typename T>
@@ -321,11 +207,6 @@ void softmax(const Block& block, const Settings& s, npy_intp low, npy_intp n,
         const T total = sum(row + first, last - first);
         factor[r] = total == 0 ? T(0) : 1 / total;
     }
-}
-
-inline bool fail(const char* message) {
-    PyErr_SetString(PyExc_ValueError, message);
-    return false;
 }
 
 template <typename T>
@@ -552,3 +433,4 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
 
 }
 """
+)

@@ -5,8 +5,7 @@ from typing import Any
 from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
-from pytensor_ml.dispatch.c.attention import SUPPORT_CODE as PRODUCTS
-from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.dispatch.c.basic import PRODUCTS, CKernel, c_funcify
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
 Moe = RouterLayer | RouterPullback | ExpertsLayer | ExpertsPullback
@@ -63,11 +62,7 @@ SUPPORT_CODE = (
     + r"""
 namespace pytensor_ml_moe {
 
-using pytensor_ml_attention::Blas;
-using pytensor_ml_attention::exponential;
-using pytensor_ml_attention::fail;
-using pytensor_ml_attention::multiply;
-using pytensor_ml_attention::sum_of_products;
+using namespace pytensor_ml_products;
 
 // Rows that pass through an expert at a time, so that what is in between stays in the cache.
 const npy_intp BLOCK = 256;
