@@ -663,15 +663,20 @@ def attend(
     softcap: float | None,
 ) -> TensorVariable:
     """Return the graph of :func:`scaled_dot_product_attention`."""
-    visible, bias = (None, None) if mask is None else split_mask(mask)
+    visible, bias = mask, None
+    if mask is not None and mask.type.dtype != "bool":
+        visible = mask > pt.constant(-math.inf, dtype=mask.type.dtype)
+        bias = pt.where(visible, mask, pt.zeros_like(mask))
     if is_causal or window is not None:
-        lag = _age(k)[None, :] - _age(q)[:, None]
+        lag = _distance_to_last(k)[None, :] - _distance_to_last(q)[:, None]
         near = lag >= 0 if is_causal else None
         if window is not None:
             near = lag < window if near is None else near & (lag < window)
         visible = near if visible is None else visible & near
     if visible is not None and not (mask is None and window is None):
-        k, v = _drop_unseen(k, v, visible)
+        over_queries_and_heads = (-2, -3) if visible.type.ndim > 2 else -2
+        seen = pt.any(visible, axis=over_queries_and_heads)[..., None, :, None]
+        k, v = pt.where(seen, k, pt.zeros_like(k)), pt.where(seen, v, pt.zeros_like(v))
     scores = attention_scores(q, k, scale=scale, softcap=softcap)
     n_head, n_kv_head = q.type.shape[-3], k.type.shape[-3]
     if bias is not None:
@@ -715,14 +720,6 @@ def masked_softmax(scores: TensorVariable, visible: TensorVariable | None) -> Te
     return weights / total
 
 
-def split_mask(mask: TensorVariable) -> tuple[TensorVariable, TensorVariable | None]:
-    """Return where a mask lets a query see a key, and what it adds to the scores."""
-    if mask.type.dtype == "bool":
-        return mask, None
-    visible = mask > pt.constant(-math.inf, dtype=mask.type.dtype)
-    return visible, pt.where(visible, mask, pt.zeros_like(mask))
-
-
 def merge_groups(x: TensorVariable) -> TensorVariable:
     """Undo the grouping of heads: (..., n_kv_head, group, n, d) to (..., n_head, n, d)."""
     return pt.join_dims(x, start_axis=x.type.ndim - 4, n_axes=2)
@@ -743,7 +740,7 @@ def _group_heads(x: TensorVariable, n_head: int, n_kv_head: int) -> TensorVariab
     return pt.split_dims(x, shape=(n_kv_head, n_head // n_kv_head), axis=x.type.ndim - 3)
 
 
-def _age(x: TensorVariable) -> TensorVariable:
+def _distance_to_last(x: TensorVariable) -> TensorVariable:
     """Return how many tokens come after each token of ``x`` of shape (..., tokens, width)."""
     if x.type.shape[-2] is not None:
         return pt.constant(range(x.type.shape[-2] - 1, -1, -1), dtype="int32")
@@ -752,15 +749,6 @@ def _age(x: TensorVariable) -> TensorVariable:
     for _ in range(x.type.ndim - 2):
         one_a_token = pt.minimum(pt.sum(one_a_token, axis=0, dtype="int32"), one)
     return pt.cumsum(one_a_token[::-1])[::-1] - one
-
-
-def _drop_unseen(
-    k: TensorVariable, v: TensorVariable, visible: TensorVariable
-) -> tuple[TensorVariable, TensorVariable]:
-    """Replace keys and values that no query of their batch row may see by 0."""
-    over_queries_and_heads = (-2, -3) if visible.type.ndim > 2 else -2
-    seen = pt.any(visible, axis=over_queries_and_heads)[..., None, :, None]
-    return pt.where(seen, k, pt.zeros_like(k)), pt.where(seen, v, pt.zeros_like(v))
 
 
 def _as_wide(x: TensorVariable) -> TensorVariable:

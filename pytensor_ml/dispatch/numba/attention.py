@@ -59,10 +59,10 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
                     high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
                     high[:] = -np.inf
                     total[:] = 0
-                    raise_to_maximum(high, scores)
+                    update_maximum(high, scores)
                     exponentiate(scores, high, total)
                     factor = inverse_or_zero(total)
-                    scatter(combine(scores, values, low, stop), factor, y, b, h * group, i, n)
+                    scatter(weighted_sums(scores, values, low, stop), factor, y, b, h * group, i, n)
         return y
 
     return attention, cache_key(op, node)
@@ -110,7 +110,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
                     high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
                     high[:] = -np.inf
                     total[:] = 0
-                    raise_to_maximum(high, scores)
+                    update_maximum(high, scores)
                     exponentiate(scores, high, total)
                     dy = gather(g, b, h * group, group, i, n, 1.0)
                     dscores = inner_products(dy, values, low, stop)
@@ -120,9 +120,9 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
                     if softcap is not None:
                         cap_pullback(capped, softcap, dscores)
                     total[:] = scale
-                    scatter(combine(dscores, keys, low, stop), total, dq, b, h * group, i, n)
-                    add_rows(dk, b, h, low, combine(dscores.T, rows, 0, len(rows)))
-                    add_rows(dv, b, h, low, combine(scores.T, dy, 0, len(dy)))
+                    scatter(weighted_sums(dscores, keys, low, stop), total, dq, b, h * group, i, n)
+                    add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
+                    add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
         return dq, dk, dv
 
     if len(node.outputs) == 3:
@@ -181,11 +181,11 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
                         if softcap is not None:
                             cap(scores, softcap)
                         hide(scores, n, first, slot, True, window)
-                        raise_to_maximum(high, scores)
+                        update_maximum(high, scores)
                     exponentiate(old, high, total)
                     exponentiate(new, high, total)
-                    mixed = combine(old, head(cached_values, b, h, n_old), low_old, n_old)
-                    mixed += combine(new, head(v, b, h, i + n), low_new, i + n)
+                    mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
+                    mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
                     scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
         return y
 
@@ -308,7 +308,7 @@ def inner_products(x: Array, y: Array, low: int, stop: int) -> Array:
 
 
 @numba_njit
-def combine(weights: Array, x: Array, low: int, stop: int) -> Array:
+def weighted_sums(weights: Array, x: Array, low: int, stop: int) -> Array:
     mixed = np.empty((len(weights), x.shape[1]), x.dtype)
     np.dot(weights, x[low:stop], mixed)
     return mixed
@@ -357,7 +357,7 @@ def hide(scores: Array, n: int, low: int, position: int, is_causal: bool, window
 
 
 @numba_njit
-def raise_to_maximum(high: Array, scores: Array) -> None:
+def update_maximum(high: Array, scores: Array) -> None:
     """Raise ``high`` to the largest score of each row."""
     for r in range(len(scores)):
         for j in range(scores.shape[1]):
