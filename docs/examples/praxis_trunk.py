@@ -17,7 +17,13 @@ from pytensor_ml.layers import (
     build_moe_config,
     praxis_stack,
 )
-from pytensor_ml.pytensorf import BACKENDS, backend_mode, compile_predict
+from pytensor_ml.pytensorf import (
+    BACKENDS,
+    backend_mode,
+    collect_trainable_params,
+    compile_predict,
+)
+from pytensor_ml.state import initialize_params
 
 FRAMES, ROWS, COLUMNS = 4, 3, 4
 DIM, CONDITIONING, DEPTH = 64, 16, 6
@@ -57,6 +63,9 @@ mask = Input("mask", shape=(None, None), dtype="bool")
 x_mod = Input("x_mod", shape=(None, None, CONDITIONING), dtype="float32")
 taps = tuple(range(DEPTH))
 y, tapped = stack(x, positions, mask, x_mod, tap_blocks=taps)
+parameters = collect_trainable_params(y)
+for parameter, value in zip(parameters, initialize_params(parameters, 0), strict=True):
+    parameter.set_value(value)
 norms = [pt.sqrt(pt.sum(tap**2, axis=-1, acc_dtype="float32")) for tap in tapped]
 loads = [stack.blocks[i].feed_forward.load for i in range(1, DEPTH - 1)]
 print(f"compiling {DEPTH} blocks for {options.backend}")

@@ -351,6 +351,17 @@ class GroupedQueryAttention(VariadicLayer):
                 f"{self.name} got a mask beside a cache, but attention to a cache is causal and "
                 "hides what lies before cache.start, so the mask would be ignored. Leave it out."
             )
+        if kv is not None and cache is not None:
+            raise ValueError(
+                f"{self.name} got kv beside a cache, but attention to a cache is causal among the "
+                "tokens of x, whose keys and values follow those in the cache. Leave kv out."
+            )
+        if rope is not None and (ndim := as_tensor(rope).type.ndim - 2) >= x.type.ndim:
+            raise ValueError(
+                f"{self.name} got a rotary table of positions with {ndim} axes for an input of "
+                f"{x.type.ndim}, so they would be matched to heads. Pass positions of at most "
+                f"{x.type.ndim - 1} axes."
+            )
         q, k, v = self._project(x, kv)
         q = self._normalized_and_rotated(q, self.q_norm, rope)
         k = self._normalized_and_rotated(k, self.k_norm, rope)
@@ -748,7 +759,7 @@ def _distance_to_last(x: TensorVariable) -> TensorVariable:
     one_a_token, one = pt.ones_like(x[..., 0], dtype="int32"), pt.constant(1, dtype="int32")
     for _ in range(x.type.ndim - 2):
         one_a_token = pt.minimum(pt.sum(one_a_token, axis=0, dtype="int32"), one)
-    return pt.cumsum(one_a_token[::-1])[::-1] - one
+    return pt.cumsum(one_a_token)[::-1] - one
 
 
 def _as_wide(x: TensorVariable) -> TensorVariable:

@@ -55,13 +55,13 @@ def rotary_table(
     formed in floats of the graph: p is split into digits, whose cosines and sines come from small
     tables and are joined by the angle-sum identity (Numba's kernel counts turns in integers
     instead). Entries are within 3e-7 a for :math:`|p| < 2^{24}` and 4e-7 a
-    for :math:`|p| < 2^{31}`, and NaN beyond; of float64 ones, within 2e-12 a.
+    for :math:`|p| < 2^{31}`, and may be NaN beyond; of float64 ones, within 2e-12 a.
 
     Parameters
     ----------
     position_ids : tensor of int, shape (..., seq)
         Positions, of any integer dtype, possibly negative. JAX, unless it is told to hold 64 bits,
-        wraps those of int64 to 32 before any op sees them.
+        wraps those of int64, uint32 and uint64 to 32 before any op sees them.
     rotary_dim : int or scalar tensor
         Number d of rotated channels, even. If symbolic, the angles are formed in the graph at the
         precision of ``dtype``, the scaling must be "none", "linear" or "ntk", and neither JAX nor

@@ -225,6 +225,12 @@ class DecoderBlock(VariadicLayer):
         if isinstance(self.branch_scale, NonTrainableParameter):
             h = h * self.branch_scale.astype(h.type.dtype)
         h = branch(h)
+        widths = {x.type.shape[-1], h.type.shape[-1]} - {None}
+        if len(widths) > 1:
+            raise ValueError(
+                f"{self.name} has an input of width {x.type.shape[-1]} and a branch of width "
+                f"{h.type.shape[-1]}, so they have no sum. Build both for one width."
+            )
         if post_norm is not None:
             h = post_norm(h)
         return x + h if self.norm_first else norm(x + h)

@@ -130,7 +130,9 @@ def variants():
         scaled_dot_product_attention(q, k, v, is_causal=True),
         scaled_dot_product_attention(q, k, v, **NEAR),
     ]
-    run = pytensor.function([q, k, v], outputs)
+    # A rewrite that fails only prints a page of tracebacks by default.
+    with pytensor.config.change_flags(on_opt_error="raise"):
+        run = pytensor.function([q, k, v], outputs)
     # Numba compiles again for another layout.
     return lambda *values: [np.asarray(out) for out in run(*map(np.ascontiguousarray, values))]
 
@@ -484,6 +486,12 @@ def test_layer_errors():
     with pytest.raises(ValueError, match="fused_qkv"):
         MultiheadAttention(n_embd=12, n_head=4, kv_dim=6, fused_qkv=True)
     x, kv = tensors(x=(2, 3, 12), kv=(2, 3, 12))
+    table = pt.zeros((4, 3, 1, 2), dtype="float32")
+    with pytest.raises(ValueError, match="positions with 2 axes for an input of 2"):
+        MultiheadAttention(n_embd=12, n_head=4)(x[0], rope=table)
+    cache = KVCache(*tensors(keys=(2, 4, 8, 3), values=(2, 4, 8, 3)), pt.lscalar(), pt.lvector())
+    with pytest.raises(ValueError, match="kv beside a cache"):
+        MultiheadAttention(n_embd=12, n_head=4)(x, kv, cache=cache)
     with pytest.raises(ValueError, match="fused_qkv=False"):
         MultiheadAttention(n_embd=12, n_head=4, fused_qkv=True)(x, kv)
 

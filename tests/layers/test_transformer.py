@@ -10,6 +10,7 @@ from pytensor_ml.layers import (
     DecoderBlock,
     GatedFeedForward,
     Input,
+    Linear,
     MultiheadAttention,
     RMSNorm,
     RotaryEmbedding,
@@ -247,6 +248,13 @@ def test_a_branch_scale_of_its_own_leaves_blocks_equal():
     assert len(set(block_ops(y))) == 1
     scales = {v.name: float(v.get_value()) for v in collect_non_trainable_params(y)}
     assert scales == {"b0_branch_scale": 0.5, "b1_branch_scale": 0.25}
+
+
+def test_a_branch_of_another_width_is_refused():
+    block = decoder_block("b0")
+    block.feed_forward = Linear(n_in=WIDTH, n_out=1)
+    with pytest.raises(ValueError, match="b0 has an input of width 6 and a branch of width 1"):
+        block(Input("x", shape=(2, 3, WIDTH), dtype="float32"))
 
 
 def test_an_unknown_tap_is_named():
