@@ -87,15 +87,16 @@ def block_ops(graph):
 
 @pytest.fixture(scope="module")
 def trained_step():
-    """Two blocks of different kinds: the output, one tap, and the gradients of a weighted sum.
+    """Two blocks with norms after their branches: output, one tap, gradients of a weighted sum.
 
-    The second has norms after its branches and a rotary table of its own.
+    Each has a rotary table of its own.
     """
     rng = np.random.default_rng(1)
     blocks = [decoder_block("b0"), decoder_block("b1")]
     blocks[0].rotary_kind, blocks[1].rotary_kind = "near", "far"
-    blocks[1].post_attention_norm = RMSNorm("b1_norm3", n_in=WIDTH, epsilon=EPSILON)
-    blocks[1].post_feed_forward_norm = RMSNorm("b1_norm4", n_in=WIDTH, epsilon=EPSILON)
+    for block in blocks:
+        block.post_attention_norm = RMSNorm(f"{block.name}_norm3", n_in=WIDTH, epsilon=EPSILON)
+        block.post_feed_forward_norm = RMSNorm(f"{block.name}_norm4", n_in=WIDTH, epsilon=EPSILON)
     rotary = {
         kind: RotaryEmbedding(kind, base=base, rotary_dim=HEAD_DIM) for kind, base in BASES.items()
     }
