@@ -1,7 +1,9 @@
 """The classes every layer and every symbolic op of the package derives from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from pytensor.compile.builders import OpFromGraph, SymbolicOp
@@ -32,6 +34,19 @@ class VariadicLayer(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+_made_ops: ContextVar[dict[Any, "LayerOp"] | None] = ContextVar("made_ops", default=None)
+
+
+@contextmanager
+def sharing_ops() -> Iterator[None]:
+    """Make ops of one class, props and input types one object, whose inner graph is built once."""
+    token = _made_ops.set({})
+    try:
+        yield
+    finally:
+        _made_ops.reset(token)
+
+
 class LayerOp(SymbolicOp):
     """A symbolic op made of ``__props__`` and ``build_inner_graph``, with any number of outputs."""
 
@@ -39,6 +54,18 @@ class LayerOp(SymbolicOp):
 
     # PyTensor's metaclass gives it to every class that has ``__props__``.
     _props_dict: Callable[[], dict[str, Any]]
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        made = _made_ops.get()
+        if made is None:
+            return super().__call__(*inputs, **kwargs)
+        props = tuple(self._props_dict().values())
+        key = (type(self), props, tuple(x.type for x in inputs))
+        if key in made:
+            return super(LayerOp, made[key]).__call__(*inputs, **kwargs)
+        outputs = super().__call__(*inputs, **kwargs)
+        made[key] = (outputs[0] if isinstance(outputs, list | tuple) else outputs).owner.op
+        return outputs
 
     def do_constant_folding(self, fgraph: FunctionGraph, node: Apply) -> bool:
         """Leave an op of constant inputs in the graph: to run it now, PyTensor would compile C."""

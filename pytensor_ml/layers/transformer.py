@@ -13,7 +13,7 @@ from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.activations import Activation
-from pytensor_ml.base import Layer, VariadicLayer, VariadicLayerOp, resolve_layer_name
+from pytensor_ml.base import Layer, VariadicLayer, VariadicLayerOp, resolve_layer_name, sharing_ops
 from pytensor_ml.layers.attention import (
     GatedAttention,
     GroupedQueryAttention,
@@ -512,9 +512,10 @@ class TransformerStack(VariadicLayer):
         valid = None if valid is None else as_tensor(valid)
         ropes = self._tables(positions, hidden)
         outputs = []
-        for block, rope in zip(self.blocks, ropes, strict=True):
-            [hidden] = _as_one_op(block, hidden, rope, mask=mask, x_mod=x_mod, valid=valid)
-            outputs.append(hidden)
+        with sharing_ops():
+            for block, rope in zip(self.blocks, ropes, strict=True):
+                [hidden] = _as_one_op(block, hidden, rope, mask=mask, x_mod=x_mod, valid=valid)
+                outputs.append(hidden)
         return hidden, [outputs[i] for i in tap_blocks]
 
     def extend(
@@ -540,9 +541,10 @@ class TransformerStack(VariadicLayer):
         hidden = as_tensor(x)
         ropes = self._tables(positions, hidden)
         new = []
-        for block, rope, cache in zip(self.blocks, ropes, caches, strict=True):
-            hidden, keys, values = _as_one_op(block, hidden, rope, cache=cache)
-            new.append((keys, values))
+        with sharing_ops():
+            for block, rope, cache in zip(self.blocks, ropes, caches, strict=True):
+                hidden, keys, values = _as_one_op(block, hidden, rope, cache=cache)
+                new.append((keys, values))
         return hidden, new
 
     def _rotary_of(self, block: DecoderBlock | TransformerBlock) -> TableBuilder | None:

@@ -17,6 +17,7 @@ from pytensor_ml.layers import (
     TransformerBlock,
     TransformerStack,
 )
+from pytensor_ml.layers.norm import RMSNormLayer
 from pytensor_ml.pytensorf import (
     collect_non_trainable_params,
     collect_rng_updates,
@@ -170,6 +171,19 @@ def test_equal_blocks_are_equal_ops_whatever_the_depth():
         assert len(set(ops)) == 1
         assert y.type.shape == x.type.shape
         assert len(collect_trainable_params(y)) == 9 * n_blocks
+
+
+def test_the_graphs_of_equal_layers_are_built_once_a_stack(monkeypatch):
+    x = Input("x", shape=(None, None, WIDTH), dtype="float32")
+    positions = Input("positions", shape=(None, None), dtype="int64")
+    built, build = [], RMSNormLayer.build_inner_graph
+    monkeypatch.setattr(
+        RMSNormLayer,
+        "build_inner_graph",
+        lambda op, *inputs: built.append(op) or build(op, *inputs),
+    )
+    decoder_stack(3)(x, positions)
+    assert len(built) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, None, WIDTH), (2, 3, WIDTH), (None, None, WIDTH)])
