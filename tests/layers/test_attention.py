@@ -180,11 +180,17 @@ def test_query_heads_share_keys_in_contiguous_groups(variants):
     assert_close(y[0, :, 0, 0], [0, 0, 1, 1])
 
 
-def test_long_sums_are_accurate(backend, variants):
+def test_long_sums_are_accurate(variants):
+    q, k, v = normal(1, 4, 1, 8), normal(1, 2, 8192, 8), normal(1, 2, 8192, 4)
+    assert_close(variants(q, k, v)[0], reference.attention(q, k, v + 1) - 1)
+
+
+def test_sums_over_a_mean_are_accurate(backend, request, variants):
+    if backend == "mlx":
+        reason = "MLX's softmax and matrix product add serially on a CPU"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     q, k, v = normal(1, 4, 1, 8), normal(1, 2, 2**15, 8), 1 + normal(1, 2, 2**15, 4)
-    # MLX's matrix product and softmax add serially on a CPU.
-    tolerance = 1e-5 if backend == "mlx" else None
-    assert_close(variants(q, k, v)[0], reference.attention(q, k, v), tolerance)
+    assert_close(variants(q, k, v)[0], reference.attention(q, k, v))
 
 
 def test_float16(backend):

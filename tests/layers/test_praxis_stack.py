@@ -215,16 +215,15 @@ def test_modulation_computes_in_its_dtype_and_keeps_that_of_x(backend):
         with pytest.raises(NotImplementedError, match="float16"):
             pytensor.function([x, shift, scale], outputs)
         return
-    value = np.array([[1000, 3, -7]], "float16")
-    # In float16 the scale rounds to 1, and the product with it is absorbed.
-    scale_value, shift_value = np.float32([1.0002, 1.0002, 0.5]), np.float32([-1000, 1, 2])
+    value = np.array([[1024, 3, -7]], "float16")
+    # Float32 holds every product here exactly; in float16 the first two scales round to 1.
+    scale_value = np.float32([1 + 2**-12, 1 + 2**-12, 0.5])
+    shift_value = np.float32([-1024, 1, 2])
     mixed, wide, narrow = map(
         np.asarray, pytensor.function([x, shift, scale], outputs)(value, shift_value, scale_value)
     )
-    expected = (value.astype("float64") * scale_value + shift_value).astype("float16")
-    # A float32 product of 1000 is off by 3e-5 where it is not fused with the sum.
-    np.testing.assert_allclose(mixed, expected, rtol=0, atol=5e-4)
-    np.testing.assert_allclose(wide, expected, rtol=0, atol=5e-4)
+    np.testing.assert_array_equal(mixed, [[0.25, 4, -1.5]])
+    np.testing.assert_array_equal(wide, [[0.25, 4, -1.5]])
     np.testing.assert_array_equal(narrow, [[0, 4, -1.5]])
 
 

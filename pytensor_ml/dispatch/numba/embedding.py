@@ -11,6 +11,9 @@ from pytensor_ml.layers.embedding import EmbeddingLayer
 
 Array = np.ndarray
 
+# To be raised when a kernel changes: what Numba has cached outlives the code.
+VERSION = 1
+
 
 @register_kernel(EmbeddingLayer)
 def numba_funcify_embedding(op: EmbeddingLayer, node: Apply, **kwargs: Any) -> Any:
@@ -26,4 +29,4 @@ def numba_funcify_embedding(op: EmbeddingLayer, node: Apply, **kwargs: Any) -> A
                 rows[i, j] = W[flat[i], j]
         return rows.reshape((*ids.shape, W.shape[1]))
 
-    return embedding, kernel_key(type(op), node.inputs[0].type.ndim)
+    return embedding, kernel_key(type(op), node.inputs[0].type.ndim, VERSION)

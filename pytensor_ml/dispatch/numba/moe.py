@@ -1,7 +1,6 @@
 """Numba kernels of mixtures of experts."""
 
 from collections.abc import Callable
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.numba.attention import exp
-from pytensor_ml.dispatch.numba.basic import register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
 Array = np.ndarray
@@ -121,7 +120,7 @@ def numba_funcify_experts_pullback(
 def cache_key(op: LayerOp, node: Apply) -> str:
     version = 1
     ranks = [v.type.ndim for v in node.inputs]
-    return sha256(str((type(op), op._props_dict(), ranks, version)).encode()).hexdigest()
+    return kernel_key(type(op), op._props_dict(), ranks, version)
 
 
 @numba_njit

@@ -21,6 +21,9 @@ from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 
 Array = np.ndarray
 
+# To be raised when a kernel changes: what Numba has cached outlives the code.
+VERSION = 1
+
 LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
 
@@ -65,7 +68,7 @@ def table_kernel(
         return table.reshape((*positions.shape, len(high), 2))
 
     ndim = node.inputs[0].type.ndim
-    return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim)
+    return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim, VERSION)
 
 
 @numba_njit
@@ -118,7 +121,9 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
                 rotate_rows(rows[b, h], cos, sin, y[b, h])
         return y.reshape(x.shape)
 
-    key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
+    key = kernel_key(
+        type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name, VERSION
+    )
     return apply_rotary, key
 
 
