@@ -1,0 +1,22 @@
+"""How JAX runs blocks."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+from pytensor.graph.basic import Apply
+from pytensor.link.jax.dispatch.basic import jax_funcify, jax_funcify_OpFromGraph
+
+from pytensor_ml.base import BlockOp
+
+# By the op, which PyTensor makes one object for all equal blocks of a graph.
+_traced: WeakKeyDictionary[BlockOp, Callable[..., Any]] = WeakKeyDictionary()
+
+
+@jax_funcify.register(BlockOp)
+def jax_funcify_block(op: BlockOp, node: Apply, **kwargs: Any) -> Callable[..., Any]:
+    # A jitted function is traced once for all blocks that call it with the same shapes.
+    if op not in _traced:
+        _traced[op] = jax.jit(jax_funcify_OpFromGraph(op, node=node, **kwargs))
+    return _traced[op]
