@@ -4,11 +4,15 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
+from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply
-from pytensor.link.numba.dispatch.basic import register_funcify_and_cache_key
+from pytensor.link.numba.cache import CACHED_SRC_FUNCTIONS, compile_numba_function_src
+from pytensor.link.numba.dispatch.basic import numba_njit, register_funcify_and_cache_key
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
-from pytensor_ml.base import LayerOp
+from pytensor_ml.base import BlockOp, LayerOp
+from pytensor_ml.dispatch.numba.linking import call_by_symbol
 
 
 def refuse_float16(op: LayerOp, node: Apply) -> None:
@@ -29,7 +33,7 @@ def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[
     def register(make: F) -> F:
         def funcify(op: LayerOp, node: Apply, **kwargs: Any) -> Any:
             refuse_float16(op, node)
-            return make(op, node=node, **kwargs)
+            return compiled_apart(*make(op, node=node, **kwargs))
 
         register_funcify_and_cache_key(op_type)(funcify)
         return make
@@ -37,9 +41,42 @@ def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[
     return register
 
 
+@numba_njit
+def rows_of(x: np.ndarray) -> np.ndarray:
+    """Return ``x`` as a matrix of the vectors along its last axis."""
+    n_rows = 1
+    for length in x.shape[:-1]:
+        n_rows *= length
+    return np.ascontiguousarray(x).reshape((n_rows, x.shape[-1]))
+
+
 def kernel_key(*read: Any) -> str:
     """Return what tells a kernel from others in Numba's cache, made of all that it reads."""
     return sha256(str(read).encode()).hexdigest()
+
+
+def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:
+    """Return ``function`` as a library of its own, and ``key`` as it is.
+
+    A function without a key is returned as it is: it cannot be cached, so neither could its caller.
+    """
+    if key is None:
+        return function, key
+    cached = function.py_func
+    if cached.__closure__ or not cached.__globals__.get("__name__"):
+        # Numba's cache takes closures for other functions in each process.
+        cached = compile_numba_function_src(
+            f"def {function.__name__}(*args): return function(*args)",
+            function.__name__,
+            {"function": function, "__name__": __name__},
+        )
+    CACHED_SRC_FUNCTIONS[cached] = f"{key}_apart_fastmath{int(config.numba__fastmath)}"
+    return call_by_symbol(numba_njit(cached, cache=True)), key
+
+
+@register_funcify_and_cache_key(BlockOp)
+def numba_funcify_block(op: BlockOp, **kwargs: Any) -> Any:
+    return compiled_apart(*numba_funcify_OpFromGraph(op, **kwargs))
 
 
 register_kernel(LayerOp)(numba_funcify_OpFromGraph)

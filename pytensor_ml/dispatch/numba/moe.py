@@ -9,7 +9,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.numba.attention import exp
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
 Array = np.ndarray
@@ -121,14 +121,6 @@ def cache_key(op: LayerOp, node: Apply) -> str:
     version = 1
     ranks = [v.type.ndim for v in node.inputs]
     return kernel_key(type(op), op._props_dict(), ranks, version)
-
-
-@numba_njit
-def rows_of(x: Array) -> Array:
-    n_rows = 1
-    for length in x.shape[:-1]:
-        n_rows *= length
-    return np.ascontiguousarray(x).reshape((n_rows, x.shape[-1]))
 
 
 @numba_njit

@@ -11,7 +11,7 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -131,11 +131,6 @@ def cache_key(op: Any, node: Apply) -> str:
     version = 1
     offset = getattr(op, "offset", None)
     return kernel_key(type(op), op.epsilon, offset, len(node.inputs), version)
-
-
-@numba_njit
-def rows_of(x: Array) -> Array:
-    return np.ascontiguousarray(x).reshape((x.size // x.shape[-1], x.shape[-1]))
 
 
 @numba_njit

@@ -1,0 +1,76 @@
+"""Numba kernels of affine maps, compiled once for all widths."""
+
+from typing import Any
+
+import numpy as np
+from pytensor.graph.basic import Apply
+from pytensor.link.numba.dispatch.basic import numba_njit
+from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
+
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
+from pytensor_ml.layers.linear import LinearLayer, LinearPullback
+
+Array = np.ndarray
+
+# To be raised when a kernel changes: what Numba has cached outlives the code.
+VERSION = 1
+
+
+@register_kernel(LinearLayer)
+def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
+    if _has_several_dtypes(node):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+
+    if len(node.inputs) == 2:
+
+        @numba_njit
+        def linear(X: Array, W: Array) -> Array:
+            return product(rows_of(X), W).reshape((*X.shape[:-1], W.shape[1]))
+
+    else:
+
+        @numba_njit
+        def linear(X: Array, W: Array, b: Array) -> Array:
+            return (product(rows_of(X), W) + b).reshape((*X.shape[:-1], W.shape[1]))
+
+    return linear, kernel_key(type(op), len(node.inputs), VERSION)
+
+
+@register_kernel(LinearPullback)
+def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any) -> Any:
+    if _has_several_dtypes(node):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+
+    if len(node.inputs) == 3:
+
+        @numba_njit
+        def linear_pullback(X: Array, W: Array, g: Array) -> Any:
+            return gradients(X, W, rows_of(g))
+
+    else:
+
+        @numba_njit
+        def linear_pullback(X: Array, W: Array, g: Array, b: Array) -> Any:
+            rows = rows_of(g)
+            return *gradients(X, W, rows), rows.sum(axis=0)
+
+    return linear_pullback, kernel_key(type(op), len(node.inputs), VERSION)
+
+
+@numba_njit
+def product(rows: Array, W: Array) -> Array:
+    if rows.shape[0] == 1:
+        # W is read once and nothing else is to do, which the product of matrices is slower at.
+        return np.dot(rows[0], W).reshape((1, W.shape[1]))
+    return np.dot(rows, W)
+
+
+@numba_njit
+def gradients(X: Array, W: Array, g: Array) -> Any:
+    if X.size == 0:
+        return np.zeros_like(X), np.zeros_like(W)
+    return np.dot(g, W.T).reshape(X.shape), np.dot(rows_of(X).T, g)
+
+
+def _has_several_dtypes(node: Apply) -> bool:
+    return len({v.type.dtype for v in [*node.inputs, *node.outputs]}) > 1

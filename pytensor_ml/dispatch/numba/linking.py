@@ -1,0 +1,76 @@
+"""Calling compiled functions by their symbol.
+
+Numba copies all that a function calls into its library and optimizes the copy again, at every level
+of calls: with blocks inside of stacks, most of the time of compiling.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba.core import compiler, types
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+
+def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
+    """Return what compiled code calls in place of ``dispatcher``, without a copy of its code.
+
+    Parameters
+    ----------
+    dispatcher : Dispatcher
+        Function made by ``numba.njit`` with ``cache=True``; if it takes ``*args`` it takes nothing
+        else.
+
+    Returns
+    -------
+    callable
+        Takes the same positional arguments, within compiled code only.
+    """
+
+    def called(typing_context: Any, *args: Any) -> Any:
+        _, _, folded, _ = dispatcher.get_call_template(args, {})
+        result = dispatcher.overloads[tuple(folded)]
+        starred = types.StarArgTuple.from_types(args)
+
+        def call(context: Any, builder: Any, _: Any, values: Any) -> Any:
+            if result.signature.args != (starred,):
+                [packed] = values
+                values = [builder.extract_value(packed, i) for i in range(len(args))]
+            context.active_code_library._reload_init.add(_loader(dispatcher, result))
+            return context.call_internal(builder, result.fndesc, result.signature, values)
+
+        return result.signature.return_type(starred), call
+
+    called.__name__ = dispatcher.py_func.__name__
+    return intrinsic(called)
+
+
+class Loader:
+    """Kept with code that calls a compiled function, loads that function before the code."""
+
+    def __init__(self, symbol: str, payload: Any):
+        self.symbol = symbol
+        self.payload = payload
+
+    def __call__(self) -> None:
+        """Do nothing: Numba calls it after it was unpickled, which is when it loads."""
+
+    def __reduce__(self) -> Any:
+        return _load, (self.symbol, self.payload)
+
+
+def _loader(dispatcher: Any, result: Any) -> Loader:
+    library = result.library
+    if library._compiled_object is None:
+        cache = dispatcher._cache
+        payload = cache._cache_file.load(cache._index_key(result.signature, library.codegen))
+    else:
+        payload = result._reduce()
+    return Loader(result.fndesc.mangled_name, payload)
+
+
+def _load(symbol: str, payload: Any) -> Loader:
+    context = cpu_target.target_context
+    if not context.codegen()._engine.is_symbol_defined(symbol):
+        compiler.CompileResult._rebuild(context, *payload)
+    return Loader(symbol, payload)
