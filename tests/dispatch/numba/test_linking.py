@@ -39,7 +39,8 @@ try:
     outer(np.ones(4), np.ones(4))
 except ValueError as error:
     print(error)
-print("hits", sum(outer.stats.cache_hits.values()), "misses", sum(outer.stats.cache_misses.values()))
+hits, misses = outer.stats.cache_hits, outer.stats.cache_misses
+print("hits", sum(hits.values()), "misses", sum(misses.values()))
 if inner.signatures:
     def copies(function):
         [library] = [result.library for result in function.overloads.values()]
