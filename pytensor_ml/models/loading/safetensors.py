@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
 # The format's names; bfloat16, which numpy has not, is widened from its words.
-_DTYPES = {
+DTYPES = {
     "BOOL": "?",
     "U8": "u1",
     "I8": "i1",
@@ -71,12 +71,12 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def dtype(self, key: str) -> np.dtype:
         entry = self._entries[key]
-        return np.dtype("float32" if entry.dtype == "BF16" else _DTYPES[entry.dtype])
+        return np.dtype("float32" if entry.dtype == "BF16" else DTYPES[entry.dtype])
 
     def read(self, key: str) -> np.ndarray:
         entry = self._entries[key]
         array = np.memmap(
-            entry.path, _DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
+            entry.path, DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
         )
         return widen_bfloat16(array) if entry.dtype == "BF16" else np.asarray(array)
 
@@ -97,23 +97,8 @@ class Entry(NamedTuple):
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Return the tensors of one file by name, after checking that each lies within it."""
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} does not exist, so there are no weights to load. Pass a safetensors file or a "
-            "folder that holds one."
-        )
+    header, length = _read_json_header(path)
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if length > min(size - 8, _LONGEST_HEADER):
-            raise ValueError(
-                f"{path} is not a safetensors file or is cut short: it has {size} bytes, and its "
-                f"first ones ({start!r}) announce a header of {length}. Pickles are not read: "
-                "convert the weights to safetensors, or fetch the file again."
-            )
-        text = file.read(length)
-    header = _parse_json(text, path)
     header.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
     end = 0
@@ -142,6 +127,38 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that one file holds beside its tensors."""
+    header, _ = _read_json_header(path)
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(
+            f"{path} is damaged: its __metadata__ is no map from names to texts. Fetch or write the "
+            "file again."
+        )
+    return metadata
+
+
+def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist, so there are no weights to load. Pass a safetensors file or a "
+            "folder that holds one."
+        )
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise ValueError(
+                f"{path} is not a safetensors file or is cut short: it has {size} bytes, and its "
+                f"first ones ({start!r}) announce a header of {length}. Pickles are not read: "
+                "convert the weights to safetensors, or fetch the file again."
+            )
+        text = file.read(length)
+    return _parse_json(text, path), length
+
+
 def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, int, int, Entry]:
     try:
         dtype, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
@@ -150,10 +167,10 @@ def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, in
             f"{path} is damaged: the entry of {name}, {value!r}, has no dtype, shape and two "
             "data_offsets. Fetch or write the file again."
         ) from error
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
             f"{path} holds {name} as {dtype!r}, which is not read here. Convert it to one of "
-            f"{', '.join(_DTYPES)}."
+            f"{', '.join(DTYPES)}."
         )
     numbers = [*shape, first, last] if isinstance(shape, list) else [None]
     if not all(type(number) is int and number >= 0 for number in numbers):
@@ -161,7 +178,7 @@ def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, in
             f"{path} is damaged: {name} has shape {shape} and data_offsets {[first, last]}, where "
             "only whole numbers from 0 on make sense. Fetch or write the file again."
         )
-    needed = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    needed = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if last - first != needed:
         raise ValueError(
             f"{path} is damaged: {name} of shape {tuple(shape)} and dtype {dtype} takes {needed} "
