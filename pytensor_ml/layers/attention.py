@@ -170,7 +170,7 @@ def scaled_dot_product_attention(
         is_causal=is_causal,
         scale=_resolve_scale(scale, q.type.shape[-1]),
         window=window,
-        softcap=_resolve_softcap(softcap),
+        softcap=resolve_softcap(softcap),
     )
     masks = [] if mask is None else [pt.atleast_Nd(_checked_mask(mask, q, k), n=q.type.ndim)]
     if q.type.ndim > 3:
@@ -255,7 +255,7 @@ def cached_attention(
     op = CachedAttentionLayer(
         scale=_resolve_scale(scale, q.type.shape[-1]),
         window=window,
-        softcap=_resolve_softcap(softcap),
+        softcap=resolve_softcap(softcap),
     )
     return op(q, k, v, *cache, name="attention_output")
 
@@ -334,7 +334,7 @@ class GroupedQueryAttention(VariadicLayer):
         )
         self.scale = _resolve_scale(scale, self.head_dim)
         self.window = window
-        self.softcap = _resolve_softcap(softcap)
+        self.softcap = resolve_softcap(softcap)
 
     def attend(
         self,
@@ -707,10 +707,13 @@ def attention_scores(
         q * pt.constant(scale, dtype=q.type.dtype), q.type.shape[-3], k.type.shape[-3]
     )
     scores = grouped @ k.swapaxes(-1, -2)[..., None, :, :]
-    if softcap is not None:
-        bound = pt.constant(softcap, dtype=scores.type.dtype)
-        scores = bound * pt.tanh(scores / bound)
-    return scores
+    return scores if softcap is None else soft_capped(scores, softcap)
+
+
+def soft_capped(scores: TensorVariable, softcap: float) -> TensorVariable:
+    """Return ``softcap`` times the hyperbolic tangent of ``scores / softcap``."""
+    bound = pt.constant(softcap, dtype=scores.type.dtype)
+    return bound * pt.tanh(scores / bound)
 
 
 def masked_softmax(scores: TensorVariable, visible: TensorVariable | None) -> TensorVariable:
@@ -806,7 +809,8 @@ def _check_window(window: int | None, is_causal: bool) -> None:
         )
 
 
-def _resolve_softcap(softcap: float | None) -> float | None:
+def resolve_softcap(softcap: float | None) -> float | None:
+    """Return the bound as a float, or raise if it bounds nothing."""
     if softcap is None:
         return None
     if not 0 < softcap < math.inf:

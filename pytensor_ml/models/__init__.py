@@ -6,6 +6,7 @@ from pytensor.configdefaults import config
 
 import pytensor_ml.models.architectures as architectures
 from pytensor_ml.models.causal_lm import CausalLM
+from pytensor_ml.models.decoder import DecoderOptions, register_decoder
 from pytensor_ml.models.loading import (
     GGUFCheckpoint,
     KeyMap,
@@ -18,11 +19,13 @@ from pytensor_ml.models.loading import (
     build_model,
     open_checkpoint,
     register_builder,
+    register_gguf,
 )
 from pytensor_ml.state import EmptyInitializer, initial_values_from
 
 __all__ = [
     "CausalLM",
+    "DecoderOptions",
     "GGUFCheckpoint",
     "KeyMap",
     "SafetensorsCheckpoint",
@@ -35,6 +38,8 @@ __all__ = [
     "load_causal_lm",
     "open_checkpoint",
     "register_builder",
+    "register_decoder",
+    "register_gguf",
 ]
 
 

@@ -7,7 +7,7 @@ from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.base import Layer, VariadicLayer, resolve_layer_name
-from pytensor_ml.layers.attention import KVCache
+from pytensor_ml.layers.attention import KVCache, resolve_softcap, soft_capped
 from pytensor_ml.layers.embedding import Embedding
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.layers.transformer import TransformerStack
@@ -16,7 +16,7 @@ from pytensor_ml.layers.transformer import TransformerStack
 class CausalLM(VariadicLayer):
     r"""Token ids to the logits of the token after each.
 
-    .. math:: \mathrm{head}(\mathrm{norm}(\mathrm{stack}(\mathrm{embedding}(ids))))
+    .. math:: \mathrm{head}(\mathrm{norm}(\mathrm{stack}(s \, \mathrm{embedding}(ids))))
 
     Parameters
     ----------
@@ -32,6 +32,15 @@ class CausalLM(VariadicLayer):
         Output head. Default is the embedding's table, transposed.
     max_positions : int
         Largest number of tokens that the model was made for.
+    embedding_scale : float
+        The factor s, rounded to the dtype of the embedding.
+    logit_softcap : float, optional
+        Bound c: logits become c tanh(logits / c).
+
+    Raises
+    ------
+    ValueError
+        If the bound is not positive and finite.
 
     Examples
     --------
@@ -58,6 +67,8 @@ class CausalLM(VariadicLayer):
         norm: Layer,
         head: Linear | None = None,
         max_positions: int,
+        embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ):
         self.name = resolve_layer_name(name, "CausalLM")
         self.embedding = embedding
@@ -65,6 +76,8 @@ class CausalLM(VariadicLayer):
         self.norm = norm
         self.head = head
         self.max_positions = max_positions
+        self.embedding_scale = embedding_scale
+        self.logit_softcap = resolve_softcap(logit_softcap)
 
     def __call__(self, ids: TensorLike, valid: TensorLike | None = None) -> TensorVariable:
         """Score the next token at every position.
@@ -92,7 +105,7 @@ class CausalLM(VariadicLayer):
         counted = pt.ones_like(ids, dtype="int32") if valid is None else valid.astype("int32")
         positions = pt.cumsum(counted, axis=-1) - 1
         mask = None if valid is None else valid[:, None, None, :]
-        hidden, _ = self.stack(self.embedding(ids), positions, mask)
+        hidden, _ = self.stack(self._embed(ids), positions, mask)
         return self._logits(hidden)
 
     def extend(
@@ -119,11 +132,19 @@ class CausalLM(VariadicLayer):
         positions = (
             pt.cumsum(pt.ones_like(ids, dtype="int32"), axis=-1) - 1 + length - start[:, None]
         )
-        hidden, new = self.stack.extend(self.embedding(ids), positions, caches)
+        hidden, new = self.stack.extend(self._embed(ids), positions, caches)
         return self._logits(hidden[:, -1]), new
+
+    def _embed(self, ids: TensorVariable) -> TensorVariable:
+        hidden = self.embedding(ids)
+        if self.embedding_scale == 1:
+            return hidden
+        return hidden * pt.constant(self.embedding_scale, dtype=hidden.type.dtype)
 
     def _logits(self, hidden: TensorVariable) -> TensorVariable:
         score = self.embedding.head if self.head is None else self.head
         logits = score(self.norm(hidden))
+        if self.logit_softcap is not None:
+            logits = soft_capped(logits, self.logit_softcap)
         logits.name = "logits"
         return logits

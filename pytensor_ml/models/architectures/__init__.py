@@ -1,5 +1,5 @@
-"""Builders of published architectures, one file a family."""
+"""Published architectures, one file a family; importing one makes it known to the loaders."""
 
-from pytensor_ml.models.architectures.llama import build_llama
+from pytensor_ml.models.architectures import gemma3, llama, mistral, qwen
 
-__all__ = ["build_llama"]
+__all__ = ["gemma3", "llama", "mistral", "qwen"]

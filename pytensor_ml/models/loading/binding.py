@@ -6,6 +6,7 @@ import numpy as np
 from pytensor.compile.sharedvalue import SharedVariable
 
 from pytensor_ml.layers.linear import Linear
+from pytensor_ml.layers.norm import ZeroCenteredRMSNorm
 from pytensor_ml.models.loading.keys import KeyMap, Transform
 
 
@@ -50,9 +51,12 @@ def bind_linear(
 
 
 def bind_norm(
-    keys: KeyMap, norm: ScaledNorm | None, *parts: str, transform: Transform | None = None
+    keys: KeyMap,
+    norm: ScaledNorm | ZeroCenteredRMSNorm | None,
+    *parts: str,
+    transform: Transform | None = None,
 ) -> None:
-    """Bind the scale of a norm such as RMSNorm to ``weight``.
+    """Bind the scale of a norm such as RMSNorm, or a zero-centered one's weight, to ``weight``.
 
     Parameters
     ----------
@@ -63,10 +67,13 @@ def bind_norm(
     *parts : str
         Name of the norm in the checkpoint.
     transform : callable, optional
-        Makes the scale from the tensor, such as 1 + w or w - 1 between the two conventions.
+        Makes the parameter from the tensor, such as 1 + w or w - 1 between the two conventions.
     """
-    if norm is not None and norm.scale is not None:
-        keys.bind(norm.scale, *parts, "weight", transform=transform)
+    if norm is None:
+        return
+    parameter = norm.weight if isinstance(norm, ZeroCenteredRMSNorm) else norm.scale
+    if parameter is not None:
+        keys.bind(parameter, *parts, "weight", transform=transform)
 
 
 def bind_layer_norm(keys: KeyMap, norm: ScaledAndShiftedNorm | None, *parts: str) -> None:

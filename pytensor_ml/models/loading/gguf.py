@@ -7,6 +7,7 @@ References
 
 import re
 import struct
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ class GGUFCheckpoint(Checkpoint):
     Parameters
     ----------
     path : path
-        File of an architecture in ``SUPPORTED``.
+        File of an architecture that :func:`register_gguf` knows.
 
     Raises
     ------
@@ -39,14 +40,15 @@ class GGUFCheckpoint(Checkpoint):
         self.name = str(path)
         self.file = GGUFFile(path)
         architecture = self.file.require("general.architecture", str)
-        if architecture not in SUPPORTED:
+        if architecture not in _families:
             raise ValueError(
                 f"{path} holds a model of architecture {architecture!r}, whose tensors have no "
-                f"known meaning here. Supported are: {', '.join(SUPPORTED)}."
+                f"known meaning here. Supported are: {', '.join(sorted(_families))}. Others can be "
+                "added with register_gguf."
             )
-        self._family = SUPPORTED[architecture]
+        self._family = _families[architecture]
         self._source = _source_names(self.file, architecture)
-        self._config = _read_config(self.file, architecture)
+        self._config = _read_config(GGUFSettings(self.file, architecture), self._family)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -62,15 +64,129 @@ class GGUFCheckpoint(Checkpoint):
         return np.dtype("float32")
 
     def read(self, key: str) -> np.ndarray:
-        source = self._source[key]
-        values = self.file.read(source)
-        if self._family.permuted:
-            part = source.split(".")[-2]
-            if part == "attn_q":
-                return half_from_adjacent(values, self._config["num_attention_heads"])
-            if part == "attn_k":
-                return half_from_adjacent(values, self._config["num_key_value_heads"])
-        return values
+        values = self.file.read(self._source[key])
+        restore = self._family.restore
+        return values if restore is None else restore(key, values, self._config)
+
+
+type ConfigOfGGUF = Callable[["GGUFSettings", dict[str, Any]], dict[str, Any]]
+type Restore = Callable[[str, np.ndarray, dict[str, Any]], np.ndarray]
+
+
+class _Family(NamedTuple):
+    """What :func:`register_gguf` was given."""
+
+    builder: str
+    names: Mapping[str, str]
+    config: ConfigOfGGUF | None
+    restore: Restore | None
+
+
+_families: dict[str, _Family] = {}
+
+# A tensor's name, without block number and suffix, and transformers' name of it.
+TENSOR_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+
+
+def register_gguf(
+    architecture: str,
+    builder: str,
+    *,
+    names: Mapping[str, str] = TENSOR_NAMES,
+    config: ConfigOfGGUF | None = None,
+    restore: Restore | None = None,
+) -> None:
+    """Make the GGUF files of an architecture readable.
+
+    Parameters
+    ----------
+    architecture : str
+        Name as files give it in ``general.architecture``.
+    builder : str
+        Name of the builder (:func:`~pytensor_ml.models.loading.registry.register_builder`).
+    names : mapping
+        transformers' name of each tensor, with {} for the number of the block, by the file's name
+        without "blk." number and suffix.
+    config : callable, optional
+        Makes entries of the config from the file's :class:`GGUFSettings` and the entries that all
+        families have, over which they take precedence.
+    restore : callable, optional
+        Makes a tensor of transformers' from its name there, the file's values and the config, where
+        the two store it differently.
+    """
+    _families[architecture] = _Family(builder, names, config, restore)
+
+
+class GGUFSettings:
+    """The metadata of a GGUF file that concerns its architecture; what nothing reads is an error.
+
+    Parameters
+    ----------
+    file : GGUFFile
+        The file.
+    architecture : str
+        What the names of the settings start with in the file.
+    """
+
+    def __init__(self, file: "GGUFFile", architecture: str) -> None:
+        self.file = file
+        self.architecture = architecture
+        self._prefix = f"{architecture}."
+        self._unread = {
+            key.removeprefix(self._prefix) for key in file.metadata if key.startswith(self._prefix)
+        }
+
+    def optional(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
+        """Return a setting of this kind, or None if the file has none."""
+        self._unread.discard(key)
+        name = self._prefix + key
+        return self.file.require(name, kind) if name in self.file.metadata else None
+
+    def number(self, key: str, kind: type = int, default: float | None = None) -> Any:
+        """Return a setting that is a positive number, or raise if there is none and no default."""
+        value = self.optional(key, kind)
+        if value is None:
+            value = self.file.require(self._prefix + key, kind) if default is None else default
+        if value <= 0:
+            raise ValueError(
+                f"{self.file.path} has {self._prefix}{key} = {value}, with which there is no "
+                "model. Convert the model to GGUF again."
+            )
+        return value
+
+    def group(self, prefix: str) -> dict[str, Any]:
+        """Return all settings whose names start with a prefix, without it."""
+        keys = {key for key in self._unread if key.startswith(prefix)}
+        self._unread -= keys
+        return {key.removeprefix(prefix): self.file.metadata[self._prefix + key] for key in keys}
+
+    def check_all_read(self) -> None:
+        """Raise if the file has a setting that may change the output and nothing asked for."""
+        unread = sorted(self._prefix + key for key in self._unread - _INERT)
+        if unread:
+            given = ", ".join(f"{key} = {self.file.metadata[key]!r:.80}" for key in unread)
+            raise ValueError(
+                f"{self.file.path} has {given}, which a model of this architecture is built "
+                "without here, so its output could be wrong. Load the safetensors checkpoint that "
+                "this file was made from."
+            )
+
+
+# Settings that repeat what tensors show, or concern converters.
+_INERT = {"expert_used_count", "tensor_data_layout", "vocab_size"}
 
 
 def half_from_adjacent(rows: np.ndarray, n_heads: int) -> np.ndarray:
@@ -92,42 +208,6 @@ def half_from_adjacent(rows: np.ndarray, n_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-class _Family(NamedTuple):
-    """How files of an architecture differ from transformers' checkpoints.
-
-    ``names`` maps a tensor's name, without block number and suffix, to transformers'. ``permuted``
-    tells whether q and k rows are stored for adjacent pairing.
-    """
-
-    builder: str
-    model_type: str
-    names: dict[str, str]
-    permuted: bool
-
-
-SUPPORTED = {
-    "llama": _Family(
-        builder="LlamaForCausalLM",
-        model_type="llama",
-        names={
-            "token_embd": "model.embed_tokens",
-            "output_norm": "model.norm",
-            "output": "lm_head",
-            "blk.attn_norm": "model.layers.{}.input_layernorm",
-            "blk.attn_q": "model.layers.{}.self_attn.q_proj",
-            "blk.attn_k": "model.layers.{}.self_attn.k_proj",
-            "blk.attn_v": "model.layers.{}.self_attn.v_proj",
-            "blk.attn_output": "model.layers.{}.self_attn.o_proj",
-            "blk.ffn_norm": "model.layers.{}.post_attention_layernorm",
-            "blk.ffn_gate": "model.layers.{}.mlp.gate_proj",
-            "blk.ffn_up": "model.layers.{}.mlp.up_proj",
-            "blk.ffn_down": "model.layers.{}.mlp.down_proj",
-        },
-        permuted=True,
-    )
-}
-
-
 # One divisor a rotary frequency, for all blocks; in transformers' checkpoints the config has them.
 _ROTARY_DIVISORS = "rope_freqs.weight"
 
@@ -136,7 +216,7 @@ def _source_names(file: "GGUFFile", architecture: str) -> dict[str, str]:
     names = {}
     for name in file.tensors.keys() - {_ROTARY_DIVISORS}:
         match = re.fullmatch(r"(blk\.)?(?:(?<=\.)(\d+)\.)?(\w+)\.(weight|bias)", name)
-        target = match and SUPPORTED[architecture].names.get((match[1] or "") + match[3])
+        target = match and _families[architecture].names.get((match[1] or "") + match[3])
         if match is None or target is None:
             raise ValueError(
                 f"{file.path} holds the tensor {name}, which the architecture {architecture} has "
@@ -147,31 +227,19 @@ def _source_names(file: "GGUFFile", architecture: str) -> dict[str, str]:
     return names
 
 
-def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
-    def number(key: str, kind: type = int, default: int | None = None) -> Any:
-        name = f"{architecture}.{key}"
-        if default is not None and name not in file.metadata:
-            return default
-        value = file.require(name, kind)
-        if value <= 0:
-            raise ValueError(
-                f"{file.path} has {name} = {value}, with which there is no model. Convert the "
-                "model to GGUF again."
-            )
-        return value
-
-    width, heads = number("embedding_length"), number("attention.head_count")
-    kv_heads = number("attention.head_count_kv", default=heads)
-    head_dim = number("attention.key_length", default=width // heads)
+def _read_config(settings: GGUFSettings, family: _Family) -> dict[str, Any]:
+    file, architecture = settings.file, settings.architecture
+    width, heads = settings.number("embedding_length"), settings.number("attention.head_count")
+    kv_heads = settings.number("attention.head_count_kv", default=heads)
+    head_dim = settings.number("attention.key_length", default=width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, default=head_dim) != head_dim:
+        if (other := settings.number(key, default=head_dim)) != head_dim:
             raise ValueError(
-                f"{file.path} has {architecture}.{key} = {number(key)} and heads of width "
+                f"{file.path} has {architecture}.{key} = {other} and heads of width "
                 f"{head_dim}; only equal ones are supported. Load the safetensors checkpoint that "
                 "this file was made from."
             )
-    experts = file.metadata.get(f"{architecture}.expert_count", 0)
-    if experts:
+    if experts := settings.optional("expert_count"):
         raise ValueError(
             f"{file.path} holds a mixture of {experts} experts, which is not supported for the "
             f"architecture {architecture}. Load a dense model."
@@ -182,10 +250,8 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
                 f"{file.path} has no tensor {tensor}, which a {architecture} model needs. Fetch "
                 "the file again, or load a file that holds the whole model."
             )
-    # The specification gives no default for the base, so a file without one is not guessed at.
-    theta = number("rope.freq_base", float)
-    max_positions = number("context_length")
-    scaling = _read_rope_scaling(file, architecture)
+    max_positions = settings.number("context_length")
+    scaling = _read_rope_scaling(settings)
     if _ROTARY_DIVISORS in file.tensors:
         if scaling["rope_type"] != "default":
             raise ValueError(
@@ -202,30 +268,27 @@ def _read_config(file: "GGUFFile", architecture: str) -> dict[str, Any]:
             "original_max_position_embeddings": max_positions,
             "attention_factor": 1.0,
         }
-    family = SUPPORTED[architecture]
     config = {
         "architectures": [family.builder],
-        "model_type": family.model_type,
         "hidden_size": width,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
+        "intermediate_size": settings.number("feed_forward_length"),
+        "num_hidden_layers": settings.number("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", float),
-        "rope_theta": theta,
-        "rope_parameters": {"rope_theta": theta} | scaling,
+        "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon", float),
+        # The specification gives no default for the base, so a file without one is not guessed at.
+        "rope_parameters": {"rope_theta": settings.number("rope.freq_base", float)} | scaling,
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": max_positions,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
-        "sliding_window": file.metadata.get(f"{architecture}.attention.sliding_window") or None,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     for name in ("bos", "eos"):
         config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if family.config is not None:
+        config |= family.config(settings, config)
+    settings.check_all_read()
     return config
 
 
@@ -245,16 +308,11 @@ def _read_rotary_divisors(file: "GGUFFile", head_dim: int) -> list[float]:
     return divisors.tolist()
 
 
-def _read_rope_scaling(file: "GGUFFile", architecture: str) -> dict[str, Any]:
-    prefix = f"{architecture}.rope.scaling."
-    scaling = {
-        key.removeprefix(prefix): value
-        for key, value in file.metadata.items()
-        if key.startswith(prefix)
-    }
+def _read_rope_scaling(settings: GGUFSettings) -> dict[str, Any]:
+    scaling = settings.group("rope.scaling.")
     scaling.pop("finetuned", None)
     # Files from before the scaling keys.
-    linear = file.metadata.get(f"{architecture}.rope.scale_linear")
+    linear = settings.optional("rope.scale_linear", float)
     if linear is not None:
         scaling = {"type": "linear", "factor": linear} | scaling
     kind = scaling.pop("type", "none")
@@ -275,13 +333,13 @@ def _read_rope_scaling(file: "GGUFFile", architecture: str) -> dict[str, Any]:
     unknown = sorted(set(scaling) - set(names))
     if unknown or not names:
         raise ValueError(
-            f"{file.path} scales its rotary frequencies by the kind {kind!r} with "
+            f"{settings.file.path} scales its rotary frequencies by the kind {kind!r} with "
             f"{', '.join(sorted(scaling)) or 'no numbers'}, which is not supported: positions "
             "would be rotated wrongly. Supported are none, linear (factor) and yarn (factor, "
             "original_context_length, yarn_beta_fast, yarn_beta_slow)."
         )
     for key in sorted({"factor", "original_context_length"} & names.keys() - scaling.keys()):
-        file.require(prefix + key, float)
+        settings.number(f"rope.scaling.{key}", float)
     return {"rope_type": kind} | {names[key]: value for key, value in scaling.items()}
 
 
@@ -339,7 +397,7 @@ class GGUFFile:
         self.tensors = dict(self._read_tensor(header) for _ in range(n_tensors))
         self._place_tensors(header.offset, n_tensors)
 
-    def require(self, key: str, kind: type) -> Any:
+    def require(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """Return a metadata value, or raise if the file has none of this kind."""
         if key not in self.metadata:
             raise ValueError(
@@ -347,9 +405,11 @@ class GGUFFile:
                 "a guess. Convert the model to GGUF again, or set the field in the file."
             )
         value = self.metadata[key]
-        if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
             raise ValueError(
-                f"{self.path} has {key} = {value!r:.100}, where one {kind.__name__} is supported. "
+                f"{self.path} has {key} = {value!r:.100}, where one {wanted} is supported. "
                 "Load a model of that kind, or convert this one to GGUF again."
             )
         return value
