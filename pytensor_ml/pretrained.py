@@ -13,6 +13,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.compile.sharedvalue import SharedVariable, shared
 from pytensor.graph.basic import Variable
+from pytensor.graph.traversal import io_toposort
 from pytensor.tensor.random.type import RandomType
 from pytensor.tensor.type import TensorType
 
@@ -322,13 +323,15 @@ def _weights_of(folder: Path, config: dict[str, Any]) -> Path:
 def _config_of(outputs: Outputs, inputs: Sequence[Variable] | None) -> dict[str, Any]:
     listed = as_output_list(outputs)
     data = collect_data_inputs(listed) if inputs is None else list(inputs)
-    state = collect_shared_variables(listed)
+    # Those of a block are neighbors, so that its node can refer to all of them at once.
+    read = (v for node in io_toposort([], listed) for v in node.inputs)
+    found = dict.fromkeys(v for v in read if isinstance(v, SharedVariable))
+    state = list(found | dict.fromkeys(collect_shared_variables(listed)))
     if given := set(data) & set(state):
         raise ValueError(
             f"The shared variables {given} are given as data inputs, but they have values. Leave "
             "them out: they are saved anyway."
         )
-    state_names(state)
     graph = serialize_graph([*data, *state], listed)
     return {
         "format": GRAPH_FORMAT,
@@ -433,9 +436,11 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(
-            f"{path} was not loaded: {error}. Fetch the file again, or save the network again."
-        ) from error
+        # Some faults have their own fix.
+        fix = (
+            "" if str(error).endswith(".") else ". Fetch the file again, or save the network again."
+        )
+        raise ValueError(f"{path} was not loaded: {error}{fix}") from error
 
 
 def _read_inputs(config: dict[str, Any]) -> list[_SavedInput]:

@@ -320,6 +320,8 @@ GROWING_OPS = (
     moe.RouterPullback,
 )
 LONGEST_AXIS = 2**20
+# Inputs of all nodes; a short file could refer to all variables at each node.
+MOST_REFERENCES = 2**20
 
 
 def register_op[T: type[Op]](op_class: T, *, name: str | None = None) -> T:

@@ -23,6 +23,7 @@ from pytensor_ml.serialize.allowed import (
     INITIALIZERS,
     LARGEST_PROP,
     LONGEST_AXIS,
+    MOST_REFERENCES,
     OPS,
     REDUCTIONS,
     SCALAR_OPS,
@@ -55,6 +56,7 @@ class GraphReader:
         ]
         self._ops: list[Op] = []
         self._typed: dict[Any, Op] = {}
+        self._references = 0
         for i, value in _entries(document, "ops"):
             self._ops.append(self._op(value, f"ops[{i}]"))
 
@@ -82,17 +84,18 @@ class GraphReader:
             place = f"{where}'s nodes[{i}]"
             if not (isinstance(node, list) and len(node) == 3):
                 raise ValueError(f"{place} does not hold an op, its inputs and its types")
-            number, references, type_numbers = node
+            op_number, references, type_numbers = node
             if not (isinstance(references, list) and isinstance(type_numbers, list)):
                 raise ValueError(f"{place} holds no list of inputs and list of types")
-            op = item(self._ops, number, f"{place}'s op", "op")
+            numbers = self._without_runs(references, place)
+            op = item(self._ops, op_number, f"{place}'s op", "op")
             types = [self._type(t, f"{place}'s types") for t in type_numbers]
             stand_in = self._apply(
-                op, [look_up(r, stand_ins, place) for r in references], types, place
+                op, [look_up(r, stand_ins, place) for r in numbers], types, place
             )
             # The types are the recorded ones, which may say less of a shape than the inferred.
             outputs = [recorded() for recorded in types]
-            Apply(stand_in.op, [look_up(r, variables, place) for r in references], outputs)
+            Apply(stand_in.op, [look_up(r, variables, place) for r in numbers], outputs)
             variables += outputs
             stand_ins += [
                 out if _is_cheap(stand_in, out) else recorded()
@@ -102,6 +105,18 @@ class GraphReader:
             look_up(number, variables, f"{where}'s outputs[{i}]")
             for i, number in _entries(graph, "outputs", where)
         ]
+
+    def _without_runs(self, references: list[Any], where: str) -> list[Any]:
+        numbers: list[Any] = []
+        for reference in references:
+            first, length = reference if _is_pair(reference) else (reference, 1)
+            self._references += length
+            if self._references > MOST_REFERENCES:
+                raise ValueError(
+                    f"{where} brings the inputs of nodes to {self._references}, too many"
+                )
+            numbers += [first] if length == 1 else range(first, first + length)
+        return numbers
 
     def _type(self, number: Any, where: str) -> Any:
         return item(self._types, number, where, "type")
@@ -227,6 +242,14 @@ def _entries(container: Any, key: str, where: str = "the graph") -> "enumerate[A
     return enumerate(entry_of(container, key, list, where))
 
 
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(n) is int and n >= 0 for n in value)
+    )
+
+
 def item[T](items: Sequence[T], number: Any, where: str, what: str) -> T:
     if type(number) is not int or not 0 <= number < len(items):
         raise ValueError(
@@ -240,7 +263,7 @@ def _allowed[T](table: Mapping[str, T], name: str, where: str) -> T:
         raise ValueError(
             f"{where} names {name[:100]!r}, which files may not name here; nothing was imported. "
             "If it is a class of your own, pass it to register_op or register_initializer of "
-            "pytensor_ml.serialize first"
+            "pytensor_ml.serialize first."
         )
     return table[name]
 

@@ -55,7 +55,7 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
             nodes.append(
                 {
                     "op": op_of(op),
-                    "inputs": [reference(number) for number in references],
+                    "inputs": [reference(number) for number in _without_runs(references)],
                     "outputs": [types[t] for t in node_types],
                 }
             )
@@ -67,6 +67,11 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
         }
 
     return graph_of(document)
+
+
+def _without_runs(references: list[Any]) -> list[int]:
+    runs = (r if isinstance(r, list) else [r, 1] for r in references)
+    return [number for first, n in runs for number in range(first, first + n)]
 
 
 def from_version_4(graph: Mapping[str, Any]) -> dict[str, Any]:

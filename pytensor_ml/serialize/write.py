@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from pytensor.graph.basic import Constant, Variable
-from pytensor.graph.op import Op
+from pytensor.graph.op import Op, io_connection_pattern
 from pytensor.graph.traversal import io_toposort
 from pytensor.scalar.basic import Cast, ScalarOp
 from pytensor.scan.op import Scan
@@ -32,7 +32,6 @@ from pytensor_ml.serialize.values import (
 _UNWRITTEN: dict[str, Any] = {
     "pullback_overrides": None,
     "pushforward_overrides": None,
-    "_connection_pattern": None,
     "destroy_map": {},
 }
 
@@ -50,7 +49,8 @@ class GraphWriter:
         """Return the graph from ``inputs`` to ``outputs``.
 
         Its variables are counted: the inputs first, then the outputs of node after node. The
-        constants of all graphs are counted down from -1.
+        constants of all graphs are counted down from -1. A pair stands for as many variables as its
+        second number says, the first of which is its first.
         """
         number = {v: i for i, v in enumerate(inputs)}
 
@@ -66,7 +66,7 @@ class GraphWriter:
 
         nodes = []
         for node in io_toposort(inputs, outputs):
-            references = [reference(v) for v in node.inputs]
+            references = _with_runs([reference(v) for v in node.inputs])
             try:
                 op = self._op(node.op, node.inputs)
                 types = [self._type(v.type) for v in node.outputs]
@@ -109,7 +109,7 @@ class GraphWriter:
         if isinstance(op, Scan):
             return {
                 "family": "scan",
-                "inner": self.graph(op.fgraph.inputs, op.fgraph.outputs),
+                "inner": self.graph(*_ends_of(op.fgraph)),
                 "info": {f.name: prop_to_json(getattr(op.info, f.name)) for f in fields(op.info)},
                 "truncate_gradient": op.truncate_gradient,
                 "name": op.name,
@@ -120,7 +120,10 @@ class GraphWriter:
             return None
         for attribute, none in _UNWRITTEN.items():
             if getattr(op, attribute) != none:
-                raise TypeError(f"its {attribute.lstrip('_')} is Python code or not held by a file")
+                raise TypeError(f"it has {attribute}, which a file cannot hold")
+        # PyTensor keeps here what it has found out, too.
+        if op._connection_pattern not in (None, io_connection_pattern(*_ends_of(op.fgraph))):
+            raise TypeError("it has a connection pattern that its graph has not")
         updates = op.update_map() if isinstance(op, BlockOp) else {}
         return {
             "family": "inner_graph",
@@ -128,7 +131,7 @@ class GraphWriter:
             "inline": op.is_inline,
             "name": op.name,
             "props": {"update_map": prop_to_json(tuple(updates.items()))} if updates else {},
-            "inner": self.graph(op.fgraph.inputs, op.fgraph.outputs),
+            "inner": self.graph(*_ends_of(op.fgraph)),
         }
 
     def _simple_op(self, op: Any, inputs: Sequence[Variable]) -> dict[str, Any]:
@@ -161,6 +164,23 @@ class GraphWriter:
             "type": registered,
             "props": {p: _checked_prop(p, value) for p, value in props.items()},
         }
+
+
+def _ends_of(fgraph: Any) -> tuple[list[Variable], list[Variable]]:
+    return list(fgraph.inputs), list(fgraph.outputs)
+
+
+def _with_runs(numbers: list[int]) -> list[Any]:
+    """Return the numbers with a pair (first, length) for each run of at least three."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number >= 0 and number == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return [
+        part for first, n in runs for part in ([[first, n]] if n > 2 else range(first, first + n))
+    ]
 
 
 def _checked_prop(name: str, value: Any) -> Any:
