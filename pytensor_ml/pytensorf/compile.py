@@ -9,6 +9,7 @@ import pytensor
 from pytensor.compile.executor import Function
 from pytensor.compile.mode import Mode, get_mode
 from pytensor.graph.basic import Variable
+from pytensor.link.numba import NumbaLinker
 
 from pytensor_ml.pytensorf.collect import (
     as_output_list,
@@ -42,7 +43,7 @@ def backend_mode(backend: str) -> Mode:
             f"The {backend} backend needs the package {backend}, which is not installed. "
             f"Install it with: python -m pip install '{PACKAGES[backend]}'"
         )
-    return get_mode(BACKENDS[backend])
+    return _with_blocks_apart(get_mode(BACKENDS[backend]))
 
 
 def function(
@@ -77,6 +78,7 @@ def function(
         reseed_rngs(list(rng_updates), random_seed)
     state_updates = collect_non_trainable_updates(graph, already_written=updates)
     threaded: dict[Any, Any] = {**rng_updates, **state_updates, **updates}
+    mode = _with_blocks_apart(get_mode(mode))
     return pytensor.function(inputs, outputs, updates=threaded, mode=mode, **kwargs)
 
 
@@ -100,3 +102,12 @@ def compile_predict(
     specialized = rewrite_for_prediction(prediction)
     data_inputs = collect_data_inputs(prediction) if inputs is None else inputs
     return function(list(data_inputs), specialized, **(compile_kwargs or {}))
+
+
+def _with_blocks_apart(mode: Mode) -> Mode:
+    """Return ``mode`` with the linker of this package if it has PyTensor's for Numba."""
+    if type(mode.linker) is not NumbaLinker:
+        return mode
+    from pytensor_ml.dispatch.numba.linker import BlockwiseNumbaLinker
+
+    return Mode(linker=BlockwiseNumbaLinker(), optimizer=mode.provided_optimizer)

@@ -74,9 +74,9 @@ def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:
     return call_by_symbol(numba_njit(cached, cache=True)), key
 
 
-@register_funcify_and_cache_key(BlockOp)
 def numba_funcify_block(op: BlockOp, **kwargs: Any) -> Any:
     return compiled_apart(*numba_funcify_OpFromGraph(op, **kwargs))
 
 
+register_funcify_and_cache_key(BlockOp)(numba_funcify_block)
 register_kernel(LayerOp)(numba_funcify_OpFromGraph)
