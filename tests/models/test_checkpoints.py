@@ -323,6 +323,7 @@ def test_what_has_no_influence_is_not_refused(tmp_path):
         "cache_implementation": "hybrid",
         "quantization_config": None,
         "torch_dtype": "bfloat16",
+        "use_bidirectional_attention": None,
         "use_sliding_window": False,
     }
     load_causal_lm(change_config(tmp_path, "mistral_window", change))
@@ -333,6 +334,14 @@ def test_mistral_has_its_window_where_the_config_does_not_say(tmp_path):
         folder = change_config(tmp_path / str(window), "mistral_window", {"sliding_window": change})
         windows = {block.attention.window for block in load_causal_lm(folder).stack.blocks}
         assert windows == {window}
+
+
+def test_qwen_has_no_window_unless_the_config_turns_it_on(tmp_path):
+    """Published configs hold a sliding_window beside use_sliding_window false."""
+    for i, use in enumerate([False, ()]):
+        folder = change_config(tmp_path / str(i), "qwen2_window", {"use_sliding_window": use})
+        windows = {block.attention.window for block in load_causal_lm(folder).stack.blocks}
+        assert windows == {None}
 
 
 def test_scaled_embeddings_are_rounded_like_their_table():
