@@ -91,6 +91,13 @@ def register_decoder(
     -------
     callable
         Decorator of a function from a config to :class:`DecoderOptions`.
+
+    Examples
+    --------
+    >>> from pytensor_ml.models import DecoderOptions, register_decoder
+    >>> @register_decoder("ExampleForCausalLM", "example", reads=("sliding_window",))
+    ... def example(config):
+    ...     return DecoderOptions(qk_norm=True, window=config.get("sliding_window"))
     """
 
     def register(family: Family) -> Family:
@@ -326,6 +333,7 @@ _NEUTRAL = {
     "mlp_bias": False,
     "rope_interleaved": False,
     "use_bidirectional_attention": False,
+    "use_mrope": False,
     "use_sliding_window": False,
 }
 
