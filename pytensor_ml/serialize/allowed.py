@@ -4,7 +4,7 @@ A name that is in no table is an error. Nothing is imported, nor searched for in
 a file names it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytensor.gradient
@@ -15,6 +15,7 @@ import pytensor.tensor.random.basic as random
 from pytensor.compile.builders import OpFromGraph
 from pytensor.compile.ops import DeepCopyOp, ViewOp
 from pytensor.conditional.op import IfElse
+from pytensor.graph.basic import Variable
 from pytensor.graph.op import Op
 from pytensor.scalar.basic import ScalarOp
 from pytensor.tensor import basic, extra_ops, special, subtensor
@@ -299,6 +300,7 @@ DEFAULT_PROPS: dict[Any, Mapping[str, Any]] = {
     attention.AttentionLayer: {"window": None, "softcap": None},
 }
 
+
 # An op's props may make its graph large, so a whole number in a file is at most this one ...
 LARGEST_PROP = 4096
 # ... but for these props, by which no graph grows.
@@ -322,6 +324,15 @@ GROWING_OPS = (
 LONGEST_AXIS = 2**20
 # Inputs of all nodes; a short file could refer to all variables at each node.
 MOST_REFERENCES = 2**20
+
+
+def as_published(op: Op, inputs: Sequence[Variable]) -> Op:
+    """Return the op that the published package means where this package has other props for it."""
+    if isinstance(op, attention.AttentionLayer) and op.scale is None:
+        # Here the default is written out.
+        props = {**op._props_dict(), "scale": inputs[0].type.shape[-1] ** -0.5}
+        return attention.AttentionLayer(**props)
+    return op
 
 
 def register_op[T: type[Op]](op_class: T, *, name: str | None = None) -> T:

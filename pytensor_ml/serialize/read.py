@@ -9,6 +9,7 @@ import pytensor.scalar as ps
 from pytensor.compile.builders import OpFromGraph, SymbolicOp
 from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.graph.op import HasInnerGraph, Op
+from pytensor.scalar.basic import ScalarType
 from pytensor.scan.op import Scan, ScanInfo
 from pytensor.tensor.basic import Split
 from pytensor.tensor.blockwise import Blockwise
@@ -29,6 +30,7 @@ from pytensor_ml.serialize.allowed import (
     SCALAR_OPS,
     SMALLER_PROPS,
     UNBOUNDED_PROPS,
+    as_published,
 )
 from pytensor_ml.serialize.values import (
     DTYPES,
@@ -140,6 +142,11 @@ class GraphReader:
             node = self._node(op, inputs)
         except Exception as error:
             raise ValueError(f"{where} has inputs that {op} does not take: {error}") from error
+        if node.inputs != inputs:
+            raise ValueError(
+                f"{where} has inputs that {op} takes only once they are converted, to "
+                f"{', '.join(str(x.type) for x in node.inputs)}"
+            )
         found = [out.type for out in node.outputs]
         if len(found) != len(types) or not all(map(_says_no_more, types, found)):
             raise ValueError(
@@ -154,7 +161,8 @@ class GraphReader:
         # Such an op has a graph for the types it is called with; equal calls share it.
         key = (id(op), tuple(x.type for x in inputs))
         if key not in self._typed:
-            self._typed[key] = op(*inputs, return_list=True)[0].owner.op
+            outputs: Any = as_published(op, inputs)(*inputs, return_list=True)
+            self._typed[key] = outputs[0].owner.op
         return self._typed[key].make_node(*inputs)
 
     def _op(self, value: Any, where: str) -> Any:
@@ -336,6 +344,6 @@ def _says_no_more(recorded: Any, inferred: Any) -> bool:
 
 def _is_cheap(node: Apply, out: Variable) -> bool:
     """Whether PyTensor may compute a variable to find out a shape."""
-    if not isinstance(out.type, TensorType) or isinstance(node.op, HasInnerGraph):
+    if isinstance(node.op, HasInnerGraph) or not isinstance(out.type, TensorType | ScalarType):
         return False
     return math.prod(_FEW + 1 if n is None else n for n in out.type.shape) <= _FEW

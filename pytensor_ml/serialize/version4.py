@@ -4,14 +4,17 @@ Version 4 spells every op out at each node, and refers to variables by objects.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pytensor_ml.base import BlockOp
+from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback
 from pytensor_ml.serialize.allowed import DEFAULT_PROPS, OPS, qualified_name
 from pytensor_ml.serialize.values import check_keys, entry_of, prop_to_json
 from pytensor_ml.serialize.write import _frozen
 
 _DEEPEST = 50
+_ATTENTION = {qualified_name(AttentionLayer), qualified_name(AttentionPullback)}
 
 
 def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -25,6 +28,8 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
         if is_block or is_option or ("inner" in op and uses.count(i) > 1):
             return None
     if any(isinstance(value, dict) and "base64" in value for _, value in constants):
+        return None
+    if any(map(partial(_selects_keys, document), graphs)):
         return None
 
     def op_of(index: int) -> dict[str, Any]:
@@ -69,6 +74,19 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
     return graph_of(document)
 
 
+def _selects_keys(document: Mapping[str, Any], graph: Mapping[str, Any]) -> bool:
+    """Whether a mask tells which keys are seen, where version 4 adds what the mask holds."""
+    types = list(graph["inputs"])
+    for op, references, node_types in graph["nodes"]:
+        if document["ops"][op].get("type") in _ATTENTION:
+            masks = _without_runs(references)[3:]
+            kinds = [types[m] if m >= 0 else document["constants"][-1 - m][0] for m in masks]
+            if any(document["types"][kind]["dtype"] == "bool" for kind in kinds):
+                return True
+        types += node_types
+    return False
+
+
 def _without_runs(references: list[Any]) -> list[int]:
     runs = (r if isinstance(r, list) else [r, 1] for r in references)
     return [number for first, n in runs for number in range(first, first + n)]
@@ -99,7 +117,8 @@ class _Upgrade:
         # Number of the first output of each node.
         firsts: list[int] = []
         counts: list[int] = []
-        end = len(input_types)
+        # Type of each variable.
+        types = [self._type(value) for value in input_types]
 
         def reference(value: Any, place: str) -> int:
             kind = next(iter(value), None) if isinstance(value, dict) else None
@@ -134,15 +153,22 @@ class _Upgrade:
             place = f"{where}'s nodes[{i}]"
             op = self._op(entry_of(node, "op", dict, place), f"{place}.op", depth)
             inputs = references(entry_of(node, "inputs", list, place), f"{place}.inputs")
-            types = [self._type(t) for t in entry_of(node, "outputs", list, place)]
+            made = [self._type(t) for t in entry_of(node, "outputs", list, place)]
             check_keys(node, ["op", "inputs", "outputs"], place)
-            nodes.append([op, inputs, types])
-            firsts.append(end)
-            counts.append(len(types))
-            end += len(types)
+            if self.ops[op].get("type") in _ATTENTION and len(inputs) == 4:
+                # There, a mask is added whatever it holds.
+                kind = types[inputs[3]] if inputs[3] >= 0 else self.constants[-1 - inputs[3]][0]
+                if cast := self._cast_to_float(self.types[kind], inputs[3]):
+                    nodes.append(cast)
+                    inputs = [*inputs[:3], len(types)]
+                    types += cast[2]
+            nodes.append([op, inputs, made])
+            firsts.append(len(types))
+            counts.append(len(made))
+            types += made
         outputs = entry_of(graph, "outputs", list, where)
         return {
-            "inputs": [self._type(t) for t in input_types],
+            "inputs": types[: len(input_types)],
             "nodes": nodes,
             "outputs": references(outputs, f"{where}'s outputs"),
         }
@@ -151,6 +177,13 @@ class _Upgrade:
         if "inner" in op:
             op = {**op, "inner": self.graph(op["inner"], f"{where}.inner", depth + 1)}
         return self._add(self.ops, op)
+
+    def _cast_to_float(self, kind: Any, number: int) -> list[Any] | None:
+        if not isinstance(kind, dict) or str(kind.get("dtype")).startswith("float"):
+            return None
+        cast = {"family": "scalar_cast", "dtype": "float32"}
+        op = self._add(self.ops, {"family": "elemwise", "scalar_op": cast})
+        return [op, [number], [self._type({**kind, "dtype": "float32"})]]
 
     def _type(self, value: Any) -> int:
         return self._add(self.types, value)
