@@ -235,6 +235,7 @@ class GraphReader:
             outputs,
             ScanInfo(**numbers),
             name=entry_of(value, "name", (str, type(None)), where),
+            profile=False,
             **{name: entry_of(value, name, kind, where) for name, kind in options.items()},
         )
 

@@ -11,7 +11,7 @@ from pytensor_ml.base import BlockOp
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback
 from pytensor_ml.serialize.allowed import DEFAULT_PROPS, OPS, qualified_name
 from pytensor_ml.serialize.values import check_keys, entry_of, prop_to_json
-from pytensor_ml.serialize.write import _frozen
+from pytensor_ml.serialize.write import frozen
 
 _DEEPEST = 50
 _ATTENTION = {qualified_name(AttentionLayer), qualified_name(AttentionPullback)}
@@ -189,7 +189,7 @@ class _Upgrade:
         return self._add(self.types, value)
 
     def _add(self, table: list[Any], value: Any) -> int:
-        key = (id(table), _frozen(value))
+        key = (id(table), frozen(value))
         if key not in self._known:
             self._known[key] = len(table)
             table.append(value)

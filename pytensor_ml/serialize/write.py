@@ -102,7 +102,7 @@ class GraphWriter:
         if ("op", op) in self._known:
             return self._known["op", op]
         entry = self._graph_op(op) or self._simple_op(op, inputs)
-        index = self._listed(("op as written", _frozen(entry)), self.ops, entry)
+        index = self._listed(("op as written", frozen(entry)), self.ops, entry)
         return self._known.setdefault(("op", op), index)
 
     def _graph_op(self, op: Any) -> dict[str, Any] | None:
@@ -199,10 +199,10 @@ def _scalar_op(op: ScalarOp) -> dict[str, Any]:
     return {"family": "scalar", "type": name}
 
 
-def _frozen(value: Any) -> Any:
-    """Return a hashable equivalent of a JSON value that tells 1, 1.0 and True apart."""
+def frozen(value: Any) -> Any:
+    """Return a hashable equivalent of a JSON value that tells 1 from 1.0 and 0.0 from -0.0."""
     if isinstance(value, Mapping):
-        return tuple((key, _frozen(v)) for key, v in value.items())
+        return tuple((key, frozen(v)) for key, v in value.items())
     if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    return type(value), value
+        return tuple(map(frozen, value))
+    return type(value), repr(value)
