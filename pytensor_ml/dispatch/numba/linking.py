@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numba.core import compiler, types
+from numba.core.environment import Environment
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
@@ -36,7 +37,8 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
             if result.signature.args != (starred,):
                 [packed] = values
                 values = [builder.extract_value(packed, i) for i in range(len(args))]
-            context.active_code_library._reload_init.add(_loader(dispatcher, result))
+            environment = _environment_of(dispatcher, result)
+            context.declare_env_global(builder.module, environment.env_name)
             return context.call_internal(builder, result.fndesc, result.signature, values)
 
         return result.signature.return_type(starred), call
@@ -46,27 +48,14 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
 
 
 class Loader:
-    """Kept with code that calls a compiled function, loads that function before the code."""
+    """Unpickled, it has loaded a compiled function, if the process does not have it."""
 
     def __init__(self, symbol: str, payload: Any):
         self.symbol = symbol
         self.payload = payload
 
-    def __call__(self) -> None:
-        """Do nothing: Numba calls it after it was unpickled, which is when it loads."""
-
     def __reduce__(self) -> Any:
         return _load, (self.symbol, self.payload)
-
-
-def _loader(dispatcher: Any, result: Any) -> Loader:
-    library = result.library
-    if library._compiled_object is None:
-        cache = dispatcher._cache
-        payload = cache._cache_file.load(cache._index_key(result.signature, library.codegen))
-    else:
-        payload = result._reduce()
-    return Loader(result.fndesc.mangled_name, payload)
 
 
 def _load(symbol: str, payload: Any) -> Loader:
@@ -74,3 +63,29 @@ def _load(symbol: str, payload: Any) -> Loader:
     if not context.codegen()._engine.is_symbol_defined(symbol):
         compiler.CompileResult._rebuild(context, *payload)
     return Loader(symbol, payload)
+
+
+def _environment_of(dispatcher: Any, result: Any) -> Environment:
+    """Return what brings a compiled function along with whatever calls it.
+
+    Numba finds the environments of code by names inside of it, even in code that was linked from
+    its cache, and puts them into the cache with it.
+    """
+    symbol = result.fndesc.mangled_name
+    name = f"_ZN08NumbaEnv{symbol.removeprefix('_Z')}"
+    if name not in _environments:
+        library = result.library
+        if library._compiled_object is None:
+            cache = dispatcher._cache
+            payload = cache._cache_file.load(cache._index_key(result.signature, library.codegen))
+        else:
+            payload = result._reduce()
+        environment = Environment(globals())
+        environment.env_name = name
+        environment.consts.append(Loader(symbol, payload))
+        _environments[name] = Environment._memo[name] = environment
+    return _environments[name]
+
+
+# For as long as the process lives, as the code itself: Numba never unloads any.
+_environments: dict[str, Environment] = {}

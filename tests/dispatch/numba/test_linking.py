@@ -6,6 +6,8 @@ import pytest
 pytest.importorskip("numba")
 
 SCRIPT = """
+import sys
+
 import numba
 import numpy as np
 from pytensor.link.numba.cache import compile_numba_function_src
@@ -24,12 +26,14 @@ def inner(x, y):
     return x + y, x.sum()
 ''', "inner")
 middle = cached("def middle(*args): return inner(*args)", "middle", inner=call_by_symbol(inner))
-outer = cached('''
-def outer(x, y):
-    a, b = middle(x, y)
-    c, _ = middle(a[::2], y[::2])
+linked = cached("def linked(*args): return middle(*args)", "linked", middle=call_by_symbol(middle))
+name = sys.argv[1]
+outer = cached(f'''
+def {name}(x, y):
+    a, b = linked(x, y)
+    c, _ = linked(a[::2], y[::2])
     return a, b, c
-''', "outer", middle=call_by_symbol(middle))
+''', name, linked=linked)
 
 a, b, c = outer(np.arange(3.0), np.ones(3))
 np.testing.assert_array_equal(a, [1, 2, 3])
@@ -55,16 +59,26 @@ def _only_on_numba(backend):
         pytest.skip("about Numba")
 
 
-def test_called_code_is_not_copied_and_comes_with_its_caller_from_the_cache(tmp_path):
-    def run():
+@pytest.fixture
+def run(tmp_path):
+    """Run the script with an outer function of some name, and a cache of its own."""
+
+    def run(name):
         environment = {"PYTENSOR_FLAGS": f"base_compiledir={tmp_path}", "PATH": ""}
-        command = [sys.executable, "-c", SCRIPT]
+        command = [sys.executable, "-c", SCRIPT, name]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
-    assert run() == ["too long", "hits 0 misses 1", "copied []"]
-    for entry in ("inner", "middle"):
+    return run
+
+
+def test_called_code_is_not_copied_and_comes_with_its_caller_from_the_cache(run, tmp_path):
+    assert run("outer") == ["too long", "hits 0 misses 1", "copied []"]
+    # Links what the first run left in the cache.
+    assert run("other")[:2] == ["too long", "hits 0 misses 1"]
+    for entry in ("inner", "middle", "linked"):
         for file in list(tmp_path.rglob(f"string.{entry}-*")):
             file.unlink()
-    assert run() == ["too long", "hits 1 misses 0"]
+    assert run("outer") == ["too long", "hits 1 misses 0"]
+    assert run("other") == ["too long", "hits 1 misses 0"]
