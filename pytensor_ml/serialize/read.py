@@ -115,7 +115,7 @@ class GraphReader:
             self._references += length
             if self._references > MOST_REFERENCES:
                 raise ValueError(
-                    f"{where} brings the inputs of nodes to {self._references}, too many"
+                    f"{where} and the nodes before it have over {MOST_REFERENCES} inputs"
                 )
             numbers += [first] if length == 1 else range(first, first + length)
         return numbers
@@ -210,11 +210,13 @@ class GraphReader:
             check_keys(props, [], f"{where}.props")
             return kind(inputs, outputs, inline=inline, name=name)
         check_keys(props, ["update_map"], f"{where}.props")
-        pairs = prop_from_json(props.get("update_map", {"__tuple__": []}), f"{where}.props")
-        for pair in pairs:
-            write, read = pair
-            new = item(outputs, write, f"{where}.props.update_map", "output")
-            old = item(inputs, read, f"{where}.props.update_map", "input")
+        place = f"{where}.props.update_map"
+        pairs = prop_from_json(props.get("update_map", {"__tuple__": []}), place)
+        if not isinstance(pairs, tuple) or not all(map(_is_pair, pairs)):
+            raise ValueError(f"{place} does not hold pairs of an output and an input")
+        for write, read in pairs:
+            new = item(outputs, write, place, "output")
+            old = item(inputs, read, place, "input")
             if not _says_no_more(old.type, new.type):
                 raise ValueError(f"{where} updates a state of type {old.type} to {new.type}")
         return BlockOp(inputs, outputs, update_map=dict(pairs), inline=inline, name=name)
@@ -253,7 +255,7 @@ def _entries(container: Any, key: str, where: str = "the graph") -> "enumerate[A
 
 def _is_pair(value: Any) -> bool:
     return (
-        isinstance(value, list)
+        isinstance(value, list | tuple)
         and len(value) == 2
         and all(type(n) is int and n >= 0 for n in value)
     )

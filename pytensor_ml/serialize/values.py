@@ -81,10 +81,12 @@ def type_from_json(value: Any, where: str) -> Any:
     if kind == "scalar":
         return ScalarType(dtype)
     shape = entry_of(value, "shape", list, where)
-    if len(shape) > 32 or not all(n is None or (type(n) is int and n >= 0) for n in shape):
+    if len(shape) > 32:
+        raise ValueError(f"{where} has {len(shape)} axes; at most 32 are known")
+    if not all(n is None or (type(n) is int and n >= 0) for n in shape):
         raise ValueError(
-            f"{where} has the shape {_brief(str(shape))}; a shape is at most 32 whole numbers from "
-            "0 on, or null where a length is open"
+            f"{where} has the shape {_brief(str(shape))}, where whole numbers from 0 on belong, or "
+            "null if a length is open"
         )
     return TensorType(dtype, shape=tuple(shape))
 
