@@ -1,22 +1,28 @@
 """Text generation: the cache of keys and values, the decode loop, sampling."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytensor.tensor as pt
-from pytensor.compile.mode import Mode
+from pytensor.compile.mode import Mode, get_mode
 from pytensor.compile.rewriting import inline_ofg_node
 from pytensor.compile.sharedvalue import shared
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.rewriting.basic import node_rewriter
+from pytensor.link.jax import JAXLinker
+from pytensor.link.mlx import MLXLinker
 from pytensor.tensor.rewriting.basic import register_specialize
 
 from pytensor_ml.base import VariadicLayerOp
 from pytensor_ml.layers.attention import KVCache
 from pytensor_ml.models.causal_lm import CausalLM
-from pytensor_ml.pytensorf import function, rewrite_for_prediction
+from pytensor_ml.pytensorf import (
+    collect_shared_variables,
+    function,
+    rewrite_for_prediction,
+)
 
 
 class CacheWrite(VariadicLayerOp):
@@ -45,7 +51,8 @@ class Decoder:
 
     Keys and values of the tokens so far are kept in shared variables that the compiled function
     updates in place. A prompt is taken in one call; calls that follow take one token each, or any
-    other number.
+    other number. JAX and MLX compute on arrays of their own, so there the model's parameters are
+    copied whenever a prompt begins; on C and Numba they are read as they are.
 
     Parameters
     ----------
@@ -108,8 +115,19 @@ class Decoder:
         ]
         outputs = rewrite_for_prediction([logits, *written])
         slots = [variable for cache in caches for variable in cache[:2]]
-        updates = dict(zip(slots, outputs[1:], strict=True))
-        self._step = function([ids, length, start], outputs[0], updates=updates, mode=mode)
+        updates: dict[Any, Variable] = dict(zip(slots, outputs[1:], strict=True))
+        compiled_for = _giving_buffers_away(get_mode(mode))
+        self._to_device = _device_put(compiled_for)
+        self._parameters = [v for v in collect_shared_variables(outputs) if v not in updates]
+        self._on_device: list[Any] = []
+        stand_ins = {v: v.type() for v in self._parameters} if self._to_device else {}
+        self._step = function(
+            [ids, length, start, *stand_ins.values()],
+            outputs[0],
+            updates=updates,
+            givens=stand_ins,
+            mode=compiled_for,
+        )
         self._step.trust_input = True
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -146,6 +164,7 @@ class Decoder:
         self.length = 0
         self._n_begun += 1
         self._start = np.array([longest - len(prompt) for prompt in prompts], "int64")
+        self._on_device = []
         return self.extend(padded)
 
     def extend(self, ids: np.ndarray) -> np.ndarray:
@@ -182,9 +201,10 @@ class Decoder:
                 "that belongs to the model."
             )
         self._check_room(ids.shape[1], after=self.length)
-        logits = np.asarray(
-            self._step(ids.astype("int64"), np.array(self.length, "int64"), self._start)
-        )
+        if self._to_device is not None and not self._on_device:
+            self._on_device = [self._to_device(v.get_value(borrow=True)) for v in self._parameters]
+        length = np.array(self.length, "int64")
+        logits = np.asarray(self._step(ids.astype("int64"), length, self._start, *self._on_device))
         self.length += ids.shape[1]
         return logits
 
@@ -202,6 +222,28 @@ class Decoder:
                 "tokens. Shorten the prompt, or build the decoder with more capacity if the model "
                 "was made for it."
             )
+
+
+def _device_put(mode: Mode) -> Callable[[np.ndarray], Any] | None:
+    """Return what copies an array to where a backend computes; None if it computes on NumPy's."""
+    if isinstance(mode.linker, JAXLinker):
+        import jax
+
+        return jax.device_put
+    if isinstance(mode.linker, MLXLinker):
+        import mlx.core as mx
+
+        return mx.array
+    return None
+
+
+def _giving_buffers_away(mode: Mode) -> Mode:
+    """Return ``mode`` with a linker that lets JAX write what is updated into its old buffer."""
+    if not isinstance(mode.linker, JAXLinker):
+        return mode
+    from pytensor_ml.dispatch.jax.linker import DonatingJAXLinker
+
+    return Mode(linker=DonatingJAXLinker(), optimizer=mode.provided_optimizer)
 
 
 def generate(

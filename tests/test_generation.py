@@ -64,7 +64,7 @@ def test_a_seed_reproduces_draws():
 
 
 @pytest.fixture(scope="module")
-def decoder():
+def model():
     """An untrained model whose next token is the id before, modulo the vocabulary."""
     block = DecoderBlock(
         "block",
@@ -83,14 +83,27 @@ def decoder():
     rotary = RotaryEmbedding("rotary", rotary_dim=4)
     head = Linear("head", n_in=8, n_out=VOCABULARY, bias=False)
     head.W.set_value(np.vstack([shift, np.zeros((1, VOCABULARY), rows.dtype)]))
-    model = CausalLM(
+    return CausalLM(
         embedding=embedding,
         stack=TransformerStack("stack", [block], rotary=rotary),
         norm=norm,
         head=head,
         max_positions=32,
     )
+
+
+@pytest.fixture(scope="module")
+def decoder(model):
     return Decoder(model, batch_size=2, capacity=8)
+
+
+def test_a_prompt_begins_with_the_parameters_as_they_are(model, decoder):
+    before, weight = decoder.begin([[3], [1]]), model.head.W
+    value = weight.get_value()
+    weight.set_value(2 * value)
+    twice = decoder.begin([[3], [1]])
+    weight.set_value(value)
+    np.testing.assert_allclose(twice, 2 * before, rtol=1e-6)
 
 
 def test_rows_end_by_themselves_and_generation_when_all_have(decoder):

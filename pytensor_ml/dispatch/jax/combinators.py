@@ -18,5 +18,8 @@ _traced: WeakKeyDictionary[BlockOp, Callable[..., Any]] = WeakKeyDictionary()
 def jax_funcify_block(op: BlockOp, node: Apply, **kwargs: Any) -> Callable[..., Any]:
     # A jitted function is traced once for all blocks that call it with the same shapes.
     if op not in _traced:
-        _traced[op] = jax.jit(jax_funcify_OpFromGraph(op, node=node, **kwargs))
+        inner = jax_funcify_OpFromGraph(op, node=node, **kwargs)
+        # New keys and values would be written as soon as they are known, and the cache, which the
+        # block still reads, be copied for it.
+        _traced[op] = jax.jit(lambda *inputs: jax.lax.optimization_barrier(inner(*inputs)))
     return _traced[op]
