@@ -201,9 +201,9 @@ def _array_from_json(value: Any, shape: tuple[int, ...], dtype: np.dtype, where:
         raise ValueError(f"{where} holds numbers that {dtype} cannot hold")
     try:
         with np.errstate(over="ignore"):
-            array = np.array(numbers, dtype).reshape(shape)
+            array = np.array(numbers, dtype)
     except OverflowError as error:
         raise ValueError(f"{where} holds numbers that {dtype} cannot hold: {error}") from error
     if dtype.kind == "f" and (np.isinf(array) != np.isinf(np.array(numbers, float))).any():
         raise ValueError(f"{where} holds numbers that {dtype} cannot hold")
-    return array
+    return array.reshape(shape)

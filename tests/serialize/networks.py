@@ -1,5 +1,7 @@
 """A network for every layer of the package, by name: its data inputs and its outputs."""
 
+from functools import cache
+
 import pytensor.tensor as pt
 
 from pytensor_ml import activations
@@ -54,6 +56,12 @@ SCALINGS = {
         "original_max_position_embeddings": 16,
     },
 }
+
+
+@cache
+def network(name):
+    """Return the inputs and outputs of a network, always the same ones."""
+    return NETWORKS[name]()
 
 
 def tokens(name="x", width=16):

@@ -8,7 +8,7 @@ from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import applys_between
 from pytensor.tensor.math import Sum
-from serialize.networks import NETWORKS, heads, tokens
+from serialize.networks import NETWORKS, heads, network, tokens
 
 from pytensor_ml.base import BlockOp, LayerOp, UnaryLayerOp
 from pytensor_ml.json_serialize import deserialize_graph as published_path
@@ -44,7 +44,7 @@ def float_sum(outputs):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_layer_comes_back(name):
-    inputs, outputs = NETWORKS[name]()
+    inputs, outputs = network(name)
     description, inputs = written(inputs, outputs)
 
     new_inputs, new_outputs = deserialize_graph(description)
@@ -67,7 +67,7 @@ def test_every_layer_comes_back(name):
 
 
 def test_networks_cover_every_op_of_the_package_that_a_forward_pass_has():
-    covered = {type(op) for make in NETWORKS.values() for op in ops_of(make()[1])}
+    covered = {type(op) for name in NETWORKS for op in ops_of(network(name)[1])}
     layer_ops = {kind for kind in OPS.values() if issubclass(kind, LayerOp)}
     missing = {
         kind.__name__
@@ -87,9 +87,9 @@ def test_every_op_of_the_package_may_be_named():
     assert own <= set(OPS.values()), "Add these to pytensor_ml/serialize/allowed.py."
 
 
-@pytest.mark.parametrize("name", ["norms", "attention layers", "mixture", "stack"])
+@pytest.mark.parametrize("name", ["norms", "mixture", "stack"])
 def test_gradients_can_be_saved(name):
-    inputs, outputs = NETWORKS[name]()
+    inputs, outputs = network(name)
     gradients = pt.grad(float_sum(outputs), collect_trainable_params(outputs))
     description, inputs = written(inputs, gradients)
     new_inputs, new_gradients = deserialize_graph(description)
@@ -129,6 +129,7 @@ CONSTANTS = {
     "unsigned": np.array([2**64 - 1], "uint64"),
     "truths": np.array([True, False]),
     "complex": np.array([1 + 2j, np.inf], "complex64"),
+    "matrix": np.linspace(0, 1, 15, dtype="float32").reshape(5, 3),
     "scalar": np.float32(0.1),
     "empty": np.zeros((0, 3), "int8"),
     "many": np.random.default_rng(0).normal(size=(40, 50)).astype("float32"),

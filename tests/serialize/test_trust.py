@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from serialize.networks import praxis, stack
 
 from pytensor_ml.activations import GELU
-from pytensor_ml.layers import Dropout, Input, RMSNorm
+from pytensor_ml.layers import Dropout, Input, MoE, RMSNorm, call_as_block
 from pytensor_ml.params import trainable
 from pytensor_ml.pretrained import from_pretrained, load_network, save_pretrained
 from pytensor_ml.serialize import deserialize_graph
@@ -72,16 +71,33 @@ def small_network():
     return [x], [y, pt.max(y, axis=1), y[:, 1:3]]
 
 
+def block_network():
+    """Return one of version 5: two equal blocks that write a state back."""
+    x = Input("x", shape=(None, 6), dtype="float32")
+    y = x
+    for i in range(2):
+        moe = MoE(
+            f"moe_{i}",
+            d_model=6,
+            hidden_dim=4,
+            n_experts=3,
+            top_k=2,
+            selection_bias=True,
+            bias_update_factor=0.1,
+        )
+        y = call_as_block(moe, y, name="block")
+    return [x], [y]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return a folder of each format version."""
     made = {}
-    for version, (inputs, outputs) in {4: small_network(), 5: praxis(2)}.items():
+    for version, (inputs, outputs) in {4: small_network(), 5: block_network()}.items():
         made[version] = tmp_path_factory.mktemp(f"version_{version}")
         save_pretrained(outputs, made[version], inputs=inputs)
         # What is imported late by a load that succeeds is no effect of one that fails.
         load_network(made[version] / "config.json")
-    save_pretrained(stack(2)[1], tmp_path_factory.mktemp("another"))
     return made
 
 
@@ -241,7 +257,7 @@ ATTACKS = {
     "variable to come": (5, lambda c: c["nodes"][0][1].__setitem__(0, 999), "variable 999"),
     "constant that is not": (5, lambda c: c["nodes"][0][1].__setitem__(0, -999), "constant 998"),
     "run of 10⁹ variables": (5, lambda c: c["nodes"][0].__setitem__(1, [[0, 10**9]]), "over"),
-    "runs that add up": (5, lambda c: c["nodes"][0].__setitem__(1, [[0, 9]] * 200_000), "over"),
+    "runs that add up": (5, lambda c: c["nodes"][0].__setitem__(1, [[0, 60_000]] * 20), "over"),
     "type that is not": (5, lambda c: c["inputs"].__setitem__(0, 10**9), "type 1000000000"),
     "update of nothing": (
         5,
@@ -271,7 +287,7 @@ ATTACKS = {
     ),
     "negative shape": (4, lambda c: c["inputs"][1].update(shape=[-1, 4]), "whole numbers"),
     "shape of fractions": (4, lambda c: c["inputs"][1].update(shape=[6.0, 4]), "whole numbers"),
-    "a million axes": (4, lambda c: c["inputs"][1].update(shape=[1] * 10**6), "1000000 axes"),
+    "a million axes": (4, lambda c: c["inputs"][1].update(shape=[1] * 10**5), "100000 axes"),
     "unknown dtype": (4, lambda c: c["inputs"][1].update(dtype="object"), "dtype 'object'"),
     "dtype of records": (4, lambda c: c["inputs"][1].update(dtype="f4,O"), "dtype 'f4,O'"),
     "unknown kind of type": (4, lambda c: c["inputs"][1].update(kind="pickle"), "kind 'pickle'"),
