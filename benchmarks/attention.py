@@ -1,4 +1,4 @@
-"""Time and memory of attention, by backend: ``python benchmarks/attention.py``.
+"""Time and memory of attention, by backend: ``python -m benchmarks.attention``.
 
 A causal prefill of 9 heads on 3, its gradient, and one query to a long sequence. Memory is what a
 call adds to the peak of its process (Linux).

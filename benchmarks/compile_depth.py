@@ -1,6 +1,6 @@
 """How long a Praxis trunk takes to its first output, by its depth.
 
-Run as ``python benchmarks/compile_depth.py``. Each measurement is a process of its own with an
+Run as ``python -m benchmarks.compile_depth``. Each measurement is a process of its own with an
 empty compile cache.
 """
 

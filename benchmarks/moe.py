@@ -1,6 +1,6 @@
 """Time of a mixture of experts as its number of experts grows while each token keeps its top two.
 
-    python benchmarks/moe.py --backends c numba jax mlx --tokens 4096 512
+    python -m benchmarks.moe --backends c numba jax mlx --tokens 4096 512
 
 Width 256, hidden width 512, float32. All functions of one backend and number of tokens take turns,
 and medians are printed in ms, with their ratio to the first number of experts.

@@ -1,0 +1,1 @@
+"""What is claimed about speed, measured: ``python -m benchmarks`` (see docs/benchmarks.md)."""
