@@ -3,8 +3,20 @@
 from importlib.metadata import version
 
 import pytensor_ml.dispatch as dispatch
+from pytensor_ml.checkpoint import load_state, save_state
+from pytensor_ml.pretrained import from_pretrained, load_network, save_network, save_pretrained
 from pytensor_ml.pytensorf import function
 
 __version__ = version("pytensor_ml")
 
-__all__ = ["__version__", "dispatch", "function"]
+__all__ = [
+    "__version__",
+    "dispatch",
+    "from_pretrained",
+    "function",
+    "load_network",
+    "load_state",
+    "save_network",
+    "save_pretrained",
+    "save_state",
+]

@@ -14,17 +14,16 @@ from safetensors.numpy import load_file, save_file
 from serialize.networks import praxis, stack
 
 from pytensor_ml import pretrained
-from pytensor_ml.activations import GELU
+from pytensor_ml.base import BlockOp
 from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.layers import (
     Dropout,
     Embedding,
     Input,
     Linear,
-    MoE,
     RMSNorm,
-    call_as_block,
 )
+from pytensor_ml.models import load_causal_lm
 from pytensor_ml.params import NonTrainableParameter, TrainableParameter, non_trainable, trainable
 from pytensor_ml.pretrained import from_pretrained, load_network, save_network, save_pretrained
 from pytensor_ml.pytensorf import (
@@ -53,15 +52,17 @@ def values_of(outputs):
 FROZEN = sorted(p.name for p in [*GOLDEN.glob("format_*"), *GOLDEN.glob("published_*")])
 
 
+# What a file says is the same on every backend, and this one has nothing to compile.
+IN_PYTHON = {"mode": "FAST_COMPILE", "linker": "py", "cxx": ""}
+
+
 @pytest.mark.parametrize("name", FROZEN)
-def test_files_of_yesterday_give_what_they_gave(name, backend):
-    if name == "published_recurrent" and backend == "mlx":
-        pytest.skip("PyTensor has no loops on MLX")
+def test_files_of_yesterday_give_what_they_gave(name):
     inputs, outputs = from_pretrained(GOLDEN / name)
     expected = np.load(GOLDEN / name / "expected.npz")
-    results = compile_predict(outputs, inputs=inputs)(
-        *(expected[f"input{i}"] for i in range(len(inputs)))
-    )
+    given = [expected[f"input{i}"] for i in range(len(inputs))]
+    with pytensor.config.change_flags(**IN_PYTHON):
+        results = compile_predict(outputs, inputs=inputs)(*given)
     results = results if isinstance(outputs, list) else [results]
     keys = sorted(key for key in expected.files if key.startswith("output"))
     for key, result in zip(keys, results, strict=True):
@@ -78,40 +79,28 @@ def test_there_is_a_frozen_file_of_each_version():
 
 
 def test_a_network_gives_the_same_bits_and_gradients(tmp_path):
-    x = Input("x", shape=(None, 6))
-    moe = MoE(
-        "moe",
-        d_model=6,
-        hidden_dim=4,
-        n_experts=3,
-        top_k=2,
-        selection_bias=True,
-        bias_update_factor=0.1,
-    )
-    hidden = RMSNorm("norm", n_in=6)(Linear("fc", n_in=6, n_out=6)(x))
-    y = x + call_as_block(moe, GELU()(hidden), name="block")
+    x, count = Input("x", shape=(None, 6)), non_trainable(np.float32(1), "count")
+    old, given = count.type(), x.type()
+    counting = BlockOp([given, old], [given * old, old + 1], update_map={1: 1})
+    y = RMSNorm("norm", n_in=6)(Linear("fc", n_in=6, n_out=6)(counting(x, count)[0]))
     rng = np.random.default_rng(0)
-    for parameter in collect_shared_variables(y):
-        value = parameter.get_value()
-        parameter.set_value((value + rng.normal(0, 0.2, value.shape)).astype(value.dtype))
-    given = rng.normal(size=(5, 6)).astype("float32")
+    for parameter in collect_trainable_params(y):
+        parameter.set_value(rng.normal(size=parameter.type.shape).astype("float32"))
+    value = rng.normal(size=(5, 6)).astype("float32")
     save_pretrained(y, tmp_path)
 
     def run(x, y):
         parameters = sorted(collect_trainable_params(y), key=lambda p: p.name)
-        step = function([x], [y, *pt.grad(pt.sum(y**2), parameters)])
+        step = function([x], [y, *pt.grad(pt.sum(y**3), parameters)])
         # The second call sees the state that the first has written.
-        return [*step(given), *step(given)], values_of(y)
+        return [*step(value), *step(value)], values_of(y)["count"]
 
     [new_x], new_y = from_pretrained(tmp_path)
-    results, state = run(x, y)
-    new_results, new_state = run(new_x, new_y)
+    results, counted = run(x, y)
+    new_results, new_counted = run(new_x, new_y)
     for result, new in zip(results, new_results, strict=True):
         np.testing.assert_array_equal(new, result)
-    before = load_file(tmp_path / "model.safetensors")
-    changed = [name for name in state if (state[name] != before[name]).any()]
-    assert changed == ["moe_selection_bias"]
-    np.testing.assert_array_equal(new_state[changed[0]], state[changed[0]])
+    assert counted == new_counted == 3
 
 
 def test_parameters_keep_what_they_are(tmp_path):
@@ -344,12 +333,16 @@ def test_what_a_folder_may_be(folder, tmp_path):
         from_pretrained(folder, "pytensor")
 
 
-def test_published_checkpoints_come_as_graphs(tmp_path, backend):
+def test_published_checkpoints_come_as_graphs(tmp_path):
     source = GOLDEN / "llama_gqa"
     [ids], logits = from_pretrained(source)
-    expected = np.load(source / "expected.npz")
-    predicted = compile_predict(logits)(expected["input_ids"])
-    assert_close(predicted, expected["logits"], tolerance=1e-4)
+    assert (ids.type.dtype, ids.type.shape) == ("int64", (None, None))
+    model = load_causal_lm(source)
+    expected = model(ids)
+    states = [sorted(collect_shared_variables(y), key=lambda v: v.name) for y in (logits, expected)]
+    assert equal_computations([logits], [expected], *states)
+    for v, w in zip(*states, strict=True):
+        np.testing.assert_array_equal(v.get_value(), w.get_value())
     # Saved here, it is a network like any other.
     save_pretrained(logits, tmp_path)
     [new_ids], new_logits = from_pretrained(tmp_path)
