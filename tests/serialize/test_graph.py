@@ -172,6 +172,13 @@ def test_zeros_of_either_sign_are_two_constants():
     assert sorted(signs) == [[False, True], [True, False]]
 
 
+def test_graphs_of_equal_ops_are_built_once():
+    x = tokens()
+    y = RMSNorm("first", n_in=16)(RMSNorm("second", n_in=16)(x))
+    _, [new] = deserialize_graph(written([x], [y])[0])
+    assert new.owner.op is new.owner.inputs[0].owner.op
+
+
 def test_a_loop_comes_back():
     x, w = pt.fmatrix("x"), pytensor.shared(np.eye(3, dtype="float32"), "w", shape=(3, 3))
     states = pytensor.scan(
