@@ -133,8 +133,8 @@ def read_metadata(path: Path) -> dict[str, str]:
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError(
-            f"{path} is damaged: its __metadata__ is no map from names to texts. Fetch or write the "
-            "file again."
+            f"{path} is damaged: its __metadata__ is no map from names to texts. Fetch or write "
+            "the file again."
         )
     return metadata
 
