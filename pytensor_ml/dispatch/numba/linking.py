@@ -59,6 +59,9 @@ class Loader:
 
 
 def _load(symbol: str, payload: Any) -> Loader:
+    if payload is None:
+        # For Numba as if its file were gone: it compiles the caller again.
+        raise FileNotFoundError(f"Numba's cache had lost {symbol} when a caller was put into it.")
     context = cpu_target.target_context
     if not context.codegen()._engine.is_symbol_defined(symbol):
         compiler.CompileResult._rebuild(context, *payload)
