@@ -67,9 +67,9 @@ def kill_at_each_step(folder, old, new):
     step = 0
     while True:
         save_pretrained(old, folder)
-        # What a killed process has left is gone.
-        files = {name for name in os.listdir(folder) if name.startswith(("config", "model"))}
-        assert files == {"config.json", "model.safetensors"}, files
+        # What a killed process has left is gone, hidden files too.
+        files = sorted(os.listdir(folder))
+        assert files == ["config.json", "model.safetensors"], files
         step += 1
 
         def overwrite(step=step):
