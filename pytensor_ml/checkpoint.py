@@ -14,6 +14,7 @@ from typing import IO, Any
 import numpy as np
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.tensor.random.type import RandomType
+from safetensors.numpy import save_file
 
 from pytensor_ml.models.loading.keys import Checkpoint, KeyMap
 from pytensor_ml.models.loading.safetensors import (
@@ -76,7 +77,7 @@ def save_state(shared_variables: Sequence[SharedVariable], path: str | Path) -> 
     }
     tensors = tensors_of(names)
     with written_atomically(Path(path)) as file:
-        write_safetensors(file, tensors, metadata)
+        write_safetensors(file.name, tensors, metadata)
 
 
 def load_state(
@@ -204,6 +205,11 @@ def tensors_of(names: Mapping[SharedVariable, str]) -> dict[str, np.ndarray]:
         if isinstance(variable.type, RandomType):
             continue
         array = np.asarray(variable.get_value(borrow=True))
+        if name == "__metadata__" or not _is_unicode(name):
+            raise ValueError(
+                f"A variable is called {name!r}, which no tensor of a safetensors file can be. "
+                "Give it another name before saving."
+            )
         if array.dtype not in _FORMAT_NAMES:
             raise ValueError(
                 f"{name} holds {array.dtype}, which safetensors files have no form for. Split or "
@@ -214,26 +220,22 @@ def tensors_of(names: Mapping[SharedVariable, str]) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(
-    file: IO[bytes], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file, without a second copy of the tensors."""
-    # The largest first, so that each starts at a multiple of its size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, array in ordered:
-        header[name] = {
-            "dtype": _FORMAT_NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [end, end + array.nbytes],
-        }
-        end += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
-    for _, array in ordered:
-        file.write(_data_of(array))
+    """Write over a file, without a second copy of contiguous tensors."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    mode = os.stat(path).st_mode
+    save_file(contiguous, path, dict(metadata) or None)
+    # The library has put a file that only its owner can read in place of the one that was there.
+    os.chmod(path, mode)
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def digest_of(tensors: Mapping[str, np.ndarray]) -> str:
@@ -257,11 +259,18 @@ def written_atomically(path: Path) -> Iterator[IO[bytes]]:
     What a killed process left is removed by the next that writes the same file; two must not do so
     at once.
     """
+    # A link goes on pointing at the file that it points at.
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {path.parent} to write {path.name} into. Make it first."
+        )
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
+        # Opened again, as what was written to may be another file of this name by now.
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

@@ -239,11 +239,12 @@ def _device_put(mode: Mode) -> Callable[[np.ndarray], Any] | None:
 
 def _giving_buffers_away(mode: Mode) -> Mode:
     """Return ``mode`` with a linker that lets JAX write what is updated into its old buffer."""
-    if not isinstance(mode.linker, JAXLinker):
+    if type(mode.linker) is not JAXLinker:
         return mode
     from pytensor_ml.dispatch.jax.linker import DonatingJAXLinker
 
-    return Mode(linker=DonatingJAXLinker(), optimizer=mode.provided_optimizer)
+    linker = DonatingJAXLinker(allow_gc=mode.linker.allow_gc)
+    return Mode(linker=linker, optimizer=mode.provided_optimizer)
 
 
 def generate(

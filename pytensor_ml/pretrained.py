@@ -188,7 +188,7 @@ def save_pretrained(
     # config that names them has replaced the old config, which is the moment of the switch.
     beside = folder / f"model.{digest}.safetensors"
     with written_atomically(beside) as file:
-        write_safetensors(file, tensors, {"format": "np", _DIGEST: digest})
+        write_safetensors(file.name, tensors, {"format": "np", _DIGEST: digest})
     _write_config(config, folder / CONFIG_FILENAME)
     os.replace(beside, folder / WEIGHTS_FILENAME)
     sync_folder(folder)
@@ -257,6 +257,10 @@ def _load_published(path: Path, variant: str | None) -> Network:
     return [token_ids], model(token_ids)
 
 
+# A load takes much less time than the training between two saves.
+_MOST_TRIES = 100
+
+
 def _load_own(folder: Path, restore_rng: bool) -> Network:
     """Load a folder, again if another process has replaced the network in the meantime."""
 
@@ -267,7 +271,7 @@ def _load_own(folder: Path, restore_rng: bool) -> Network:
             sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")),
         )
 
-    while True:
+    for _ in range(_MOST_TRIES):
         before = seen() if folder.is_dir() else None
         try:
             network = _load_folder(folder, restore_rng)
@@ -277,6 +281,10 @@ def _load_own(folder: Path, restore_rng: bool) -> Network:
         else:
             if seen() == before:
                 return network
+    raise OSError(
+        f"Another process replaced the network in {folder} during each of {_MOST_TRIES} tries to "
+        "load it. Load it when that process writes less often."
+    )
 
 
 def _load_folder(folder: Path, restore_rng: bool) -> Network:
@@ -287,9 +295,8 @@ def _load_folder(folder: Path, restore_rng: bool) -> Network:
         saved = _read_inputs(config)
         variables = [_make_input(s, _placeholder(s), restore_rng) for s in saved]
         network = _build(config, saved, variables)
-    state = [
-        v for v in variables if isinstance(v, SharedVariable) and not isinstance(v.type, RandomType)
-    ]
+    # In the order in which they were numbered when they were saved.
+    state = [v for v in collect_shared_variables(network[1]) if not isinstance(v.type, RandomType)]
     held = checkpoint.keys()
     _guess_layers(state, held)
     names = state_names(state)

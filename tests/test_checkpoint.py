@@ -200,3 +200,25 @@ def test_a_file_is_as_private_as_others(path):
     save_state([parameter(np.float32([1]))], path)
     (path.parent / "other").touch()
     assert path.stat().st_mode == (path.parent / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_no_tensor_can_have_are_refused_before_anything_is_written(tmp_path, name):
+    variable = pytensor.shared(np.ones(2, "float32"), name=name)
+    with pytest.raises(ValueError, match="Give it another name before saving"):
+        save_state([variable], tmp_path / "state.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_goes_on_pointing_at_what_is_saved(tmp_path):
+    variable = pytensor.shared(np.ones(2, "float32"), name="w")
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    save_state([variable], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    load_state([variable], tmp_path / "state")
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    variable = pytensor.shared(np.ones(2, "float32"), name="w")
+    with pytest.raises(FileNotFoundError, match=r"no folder .*missing to write state"):
+        save_state([variable], tmp_path / "missing" / "state.safetensors")

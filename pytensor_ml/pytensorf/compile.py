@@ -110,4 +110,5 @@ def _with_blocks_apart(mode: Mode) -> Mode:
         return mode
     from pytensor_ml.dispatch.numba.linker import BlockwiseNumbaLinker
 
-    return Mode(linker=BlockwiseNumbaLinker(), optimizer=mode.provided_optimizer)
+    linker = BlockwiseNumbaLinker(allow_gc=mode.linker.allow_gc)
+    return Mode(linker=linker, optimizer=mode.provided_optimizer)

@@ -1,6 +1,7 @@
 """JSON to graphs, trusting nothing that it says."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +15,7 @@ from pytensor.scan.op import Scan, ScanInfo
 from pytensor.tensor.basic import Split
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import Elemwise
+from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.type import TensorType
 
 from pytensor_ml.base import BlockOp
@@ -308,7 +310,27 @@ def _bounded(name: str, value: Any, where: str) -> Any:
 def _simple_op(value: dict[str, Any], where: str) -> Any:
     check_keys(value, ["family", "type", "props"], where)
     kind = _allowed(OPS, entry_of(value, "type", str, where), f"{where}.type")
-    return _rebuilt(kind, entry_of(value, "props", dict, where), where)
+    props = entry_of(value, "props", dict, where)
+    if kind.__module__.startswith("pytensor."):
+        _check_texts(props, f"{where}.props")
+    op = _rebuilt(kind, props, where)
+    if isinstance(op, RandomVariable):
+        for prop in ("name", "signature"):
+            own, given = getattr(kind, prop, None), getattr(op, prop)
+            if own is not None and given != own:
+                raise ValueError(
+                    f"{where} is a {kind.__name__} of the {prop} {given!r}, not {own!r}"
+                )
+    return op
+
+
+def _check_texts(value: Any, where: str) -> None:
+    """Raise if a prop holds a text that could be code: PyTensor compiles some of them."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check_texts(part, where)
+    elif isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_(),> .-]{0,200}", value):
+        raise ValueError(f"{where} holds the text {value[:100]!r}, which no op of PyTensor has")
 
 
 def _scalar_op(value: Any, where: str) -> Any:

@@ -515,6 +515,39 @@ HUGE = {
 }
 
 
+@pytest.mark.parametrize(
+    ("prop", "text", "match"),
+    [
+        ("name", 'f(a=__import__("os").system("true"),b="""): return 0#', "holds the text"),
+        ("name", "bytes", "of the name 'bytes'"),
+        ("signature", "(),(),()->()", "of the signature"),
+        ("dtype", 'float64"#', "holds the text"),
+    ],
+)
+def test_a_random_op_is_the_one_that_its_class_says(prop, text, match):
+    """PyTensor pastes its name into the source of what it compiles on Numba."""
+    scalar = {"kind": "tensor", "dtype": "float64", "shape": []}
+    props = {"name": "normal", "signature": "(),()->()", "dtype": "float64", "inplace": False}
+    graph = {
+        "types": [
+            {"kind": "random_generator"},
+            scalar,
+            {"kind": "tensor", "dtype": "int64", "shape": [0]},
+            {"kind": "none"},
+        ],
+        "constants": [[2, []], [3, None]],
+        "ops": [
+            {"family": "leaf", "type": "pytensor.tensor.random.basic.NormalRV", "props": props}
+        ],
+        "inputs": [0, 1, 1],
+        "nodes": [[0, [0, -2, 1, 2], [0, 1]]],
+        "outputs": [4],
+    }
+    assert deserialize_graph(graph)[1][0].owner.op.name == "normal"
+    props[prop] = text
+    assert_refused(lambda: deserialize_graph(graph), match)
+
+
 @pytest.mark.parametrize("name", HUGE)
 def test_no_number_in_a_file_makes_a_graph_huge(name):
     graph = graph_of(*HUGE[name], tensor_type([5]))

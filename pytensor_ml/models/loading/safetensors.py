@@ -244,7 +244,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist, so what the tensors belong to is unknown. Put it beside them."
+            f"{path} is no file, so what the model is stays unknown. Pass the config.json itself, "
+            "or the folder that holds it, as the function asks."
         )
     return _parse_json(path.read_bytes(), path)
 
