@@ -14,7 +14,6 @@ from typing import IO, Any
 import numpy as np
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.tensor.random.type import RandomType
-from safetensors.numpy import save_file
 
 from pytensor_ml.models.loading.keys import Checkpoint, KeyMap
 from pytensor_ml.models.loading.safetensors import (
@@ -77,7 +76,7 @@ def save_state(shared_variables: Sequence[SharedVariable], path: str | Path) -> 
     }
     tensors = tensors_of(names)
     with written_atomically(Path(path)) as file:
-        write_safetensors(file.name, tensors, metadata)
+        write_safetensors(file, tensors, metadata)
 
 
 def load_state(
@@ -220,14 +219,27 @@ def tensors_of(names: Mapping[SharedVariable, str]) -> dict[str, np.ndarray]:
 
 
 def write_safetensors(
-    path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
+    file: IO[bytes], tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write over a file, without a second copy of contiguous tensors."""
-    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    mode = os.stat(path).st_mode
-    save_file(contiguous, path, dict(metadata) or None)
-    # The library has put a file that only its owner can read in place of the one that was there.
-    os.chmod(path, mode)
+    """Write a safetensors file, without a second copy of contiguous tensors."""
+    # Not by the library: it writes to a hidden file, which stays if the process is killed.
+    # The largest first, so that each starts at a multiple of its size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, array in ordered:
+        header[name] = {
+            "dtype": _FORMAT_NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [end, end + array.nbytes],
+        }
+        end += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for _, array in ordered:
+        file.write(_data_of(array))
 
 
 def _is_unicode(name: str) -> bool:
@@ -269,8 +281,7 @@ def written_atomically(path: Path) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("xb") as file:
             yield file
-        # Opened again, as what was written to may be another file of this name by now.
-        with temporary.open("rb+") as file:
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:

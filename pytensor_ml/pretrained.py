@@ -188,7 +188,7 @@ def save_pretrained(
     # config that names them has replaced the old config, which is the moment of the switch.
     beside = folder / f"model.{digest}.safetensors"
     with written_atomically(beside) as file:
-        write_safetensors(file.name, tensors, {"format": "np", _DIGEST: digest})
+        write_safetensors(file, tensors, {"format": "np", _DIGEST: digest})
     _write_config(config, folder / CONFIG_FILENAME)
     os.replace(beside, folder / WEIGHTS_FILENAME)
     sync_folder(folder)

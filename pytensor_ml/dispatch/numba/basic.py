@@ -45,8 +45,10 @@ def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[
 def rows_of(x: np.ndarray) -> np.ndarray:
     """Return ``x`` as a matrix of the vectors along its last axis."""
     n_rows = 1
-    for length in x.shape[:-1]:
-        n_rows *= length
+    # Numba cannot type a loop over the empty tuple.
+    if x.ndim > 1:
+        for length in x.shape[:-1]:
+            n_rows *= length
     return np.ascontiguousarray(x).reshape((n_rows, x.shape[-1]))
 
 
