@@ -118,9 +118,10 @@ class Decoder:
         updates: dict[Any, Variable] = dict(zip(slots, outputs[1:], strict=True))
         compiled_for = _giving_buffers_away(get_mode(mode))
         self._to_device = _device_put(compiled_for)
-        self._parameters = [v for v in collect_shared_variables(outputs) if v not in updates]
+        parameters = [v for v in collect_shared_variables(outputs) if v not in updates]
+        self._parameters = [] if self._to_device is None else parameters
         self._on_device: list[Any] = []
-        stand_ins = {v: v.type() for v in self._parameters} if self._to_device else {}
+        stand_ins = {v: v.type() for v in self._parameters}
         self._step = function(
             [ids, length, start, *stand_ins.values()],
             outputs[0],

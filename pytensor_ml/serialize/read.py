@@ -39,8 +39,10 @@ from pytensor_ml.serialize.values import (
     check_keys,
     constant_from_json,
     entry_of,
+    is_pair,
     prop_from_json,
     type_from_json,
+    without_runs,
 )
 from pytensor_ml.state import Initializer
 
@@ -91,7 +93,12 @@ class GraphReader:
             op_number, references, type_numbers = node
             if not (isinstance(references, list) and isinstance(type_numbers, list)):
                 raise ValueError(f"{place} holds no list of inputs and list of types")
-            numbers = self._without_runs(references, place)
+            self._references += sum(r[1] if is_pair(r) else 1 for r in references)
+            if self._references > MOST_REFERENCES:
+                raise ValueError(
+                    f"{place} and the nodes before it have over {MOST_REFERENCES} inputs"
+                )
+            numbers = without_runs(references)
             op = item(self._ops, op_number, f"{place}'s op", "op")
             types = [self._type(t, f"{place}'s types") for t in type_numbers]
             stand_in = self._apply(
@@ -109,18 +116,6 @@ class GraphReader:
             look_up(number, variables, f"{where}'s outputs[{i}]")
             for i, number in _entries(graph, "outputs", where)
         ]
-
-    def _without_runs(self, references: list[Any], where: str) -> list[Any]:
-        numbers: list[Any] = []
-        for reference in references:
-            first, length = reference if _is_pair(reference) else (reference, 1)
-            self._references += length
-            if self._references > MOST_REFERENCES:
-                raise ValueError(
-                    f"{where} and the nodes before it have over {MOST_REFERENCES} inputs"
-                )
-            numbers += [first] if length == 1 else range(first, first + length)
-        return numbers
 
     def _type(self, number: Any, where: str) -> Any:
         return item(self._types, number, where, "type")
@@ -214,7 +209,7 @@ class GraphReader:
         check_keys(props, ["update_map"], f"{where}.props")
         place = f"{where}.props.update_map"
         pairs = prop_from_json(props.get("update_map", {"__tuple__": []}), place)
-        if not isinstance(pairs, tuple) or not all(map(_is_pair, pairs)):
+        if not isinstance(pairs, tuple) or not all(map(is_pair, pairs)):
             raise ValueError(f"{place} does not hold pairs of an output and an input")
         for write, read in pairs:
             new = item(outputs, write, place, "output")
@@ -253,14 +248,6 @@ def read_initializer(value: Any, where: str) -> Initializer:
 
 def _entries(container: Any, key: str, where: str = "the graph") -> "enumerate[Any]":
     return enumerate(entry_of(container, key, list, where))
-
-
-def _is_pair(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and len(value) == 2
-        and all(type(n) is int and n >= 0 for n in value)
-    )
 
 
 def item[T](items: Sequence[T], number: Any, where: str, what: str) -> T:

@@ -207,3 +207,31 @@ def _array_from_json(value: Any, shape: tuple[int, ...], dtype: np.dtype, where:
     if dtype.kind == "f" and (np.isinf(array) != np.isinf(np.array(numbers, float))).any():
         raise ValueError(f"{where} holds numbers that {dtype} cannot hold")
     return array.reshape(shape)
+
+
+def with_runs(numbers: list[int]) -> list[Any]:
+    """Return the numbers with a pair (first, length) for each run of at least three."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number >= 0 and number == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([number, 1])
+    return [
+        part for first, n in runs for part in ([[first, n]] if n > 2 else range(first, first + n))
+    ]
+
+
+def without_runs(references: list[Any]) -> list[Any]:
+    """Return the numbers that :func:`with_runs` made shorter; what is neither stays as it is."""
+    parts = (range(r[0], sum(r)) if is_pair(r) else [r] for r in references)
+    return [number for part in parts for number in part]
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is two numbers that are not negative."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(n) is int and n >= 0 for n in value)
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from pytensor_ml.base import BlockOp
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback
 from pytensor_ml.serialize.allowed import DEFAULT_PROPS, OPS, qualified_name
-from pytensor_ml.serialize.values import check_keys, entry_of, prop_to_json
+from pytensor_ml.serialize.values import check_keys, entry_of, prop_to_json, without_runs
 from pytensor_ml.serialize.write import frozen
 
 _DEEPEST = 50
@@ -60,7 +60,7 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
             nodes.append(
                 {
                     "op": op_of(op),
-                    "inputs": [reference(number) for number in _without_runs(references)],
+                    "inputs": [reference(number) for number in without_runs(references)],
                     "outputs": [types[t] for t in node_types],
                 }
             )
@@ -79,17 +79,12 @@ def _selects_keys(document: Mapping[str, Any], graph: Mapping[str, Any]) -> bool
     types = list(graph["inputs"])
     for op, references, node_types in graph["nodes"]:
         if document["ops"][op].get("type") in _ATTENTION:
-            masks = _without_runs(references)[3:]
+            masks = without_runs(references)[3:]
             kinds = [types[m] if m >= 0 else document["constants"][-1 - m][0] for m in masks]
             if any(document["types"][kind]["dtype"] == "bool" for kind in kinds):
                 return True
         types += node_types
     return False
-
-
-def _without_runs(references: list[Any]) -> list[int]:
-    runs = (r if isinstance(r, list) else [r, 1] for r in references)
-    return [number for first, n in runs for number in range(first, first + n)]
 
 
 def from_version_4(graph: Mapping[str, Any]) -> dict[str, Any]:

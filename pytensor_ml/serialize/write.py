@@ -26,6 +26,7 @@ from pytensor_ml.serialize.values import (
     constant_to_json,
     prop_to_json,
     type_to_json,
+    with_runs,
 )
 
 # What each op that a graph defines must not have: no file could hold it.
@@ -66,7 +67,7 @@ class GraphWriter:
 
         nodes = []
         for node in io_toposort(inputs, outputs):
-            references = _with_runs([reference(v) for v in node.inputs])
+            references = with_runs([reference(v) for v in node.inputs])
             try:
                 op = self._op(node.op, node.inputs)
                 types = [self._type(v.type) for v in node.outputs]
@@ -168,19 +169,6 @@ class GraphWriter:
 
 def _ends_of(fgraph: Any) -> tuple[list[Variable], list[Variable]]:
     return list(fgraph.inputs), list(fgraph.outputs)
-
-
-def _with_runs(numbers: list[int]) -> list[Any]:
-    """Return the numbers with a pair (first, length) for each run of at least three."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number >= 0 and number == sum(runs[-1]):
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1])
-    return [
-        part for first, n in runs for part in ([[first, n]] if n > 2 else range(first, first + n))
-    ]
 
 
 def _checked_prop(name: str, value: Any) -> Any:

@@ -22,14 +22,13 @@ class DonatingJAXLinker(JAXLinker):
         fgraph: Any = self.fgraph
         # JAX pairs what is given away with outputs of the same shape, first with first.
         given_away = [i for _, i in sorted(fgraph.update_mapping.items())]
-        kept = [i for i in range(len(fgraph.inputs)) if i not in set(given_away)]
-        place = {i: n for n, i in enumerate([*given_away, *kept])}
-        order = [place[i] for i in range(len(place))]
+        kept = [i for i in range(len(fgraph.inputs)) if i not in given_away]
+        order = [*given_away, *kept]
 
         @partial(jax.jit, donate_argnums=0)
         def run(given_away: list[Any], kept: list[Any]) -> Any:
-            arguments = [*given_away, *kept]
-            return fn(*(arguments[n] for n in order))
+            arguments = dict(zip(order, [*given_away, *kept], strict=True))
+            return fn(*(arguments[i] for i in range(len(order))))
 
         return lambda *arguments: run(
             [arguments[i] for i in given_away], [arguments[i] for i in kept]

@@ -7,6 +7,7 @@ pytest.importorskip("numba")
 
 SCRIPT = """
 import sys
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -27,7 +28,12 @@ def inner(x, y):
 ''', "inner")
 middle = cached("def middle(*args): return inner(*args)", "middle", inner=call_by_symbol(inner))
 linked = cached("def linked(*args): return middle(*args)", "linked", middle=call_by_symbol(middle))
-name = sys.argv[1]
+name, *lost = sys.argv[1:]
+if lost:
+    inner(np.ones(2), np.ones(2))
+    for name_of_file in ("inner", "middle", "linked"):
+        for file in list(Path(lost[0]).rglob(f"string.{name_of_file}-*")):
+            file.unlink()
 outer = cached(f'''
 def {name}(x, y):
     a, b = linked(x, y)
@@ -63,9 +69,9 @@ def _only_on_numba(backend):
 def run(tmp_path):
     """Run the script with an outer function of some name, and a cache of its own."""
 
-    def run(name):
+    def run(*arguments):
         environment = {"PYTENSOR_FLAGS": f"base_compiledir={tmp_path}", "PATH": ""}
-        command = [sys.executable, "-c", SCRIPT, name]
+        command = [sys.executable, "-c", SCRIPT, *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
@@ -82,3 +88,10 @@ def test_called_code_is_not_copied_and_comes_with_its_caller_from_the_cache(run,
             file.unlink()
     assert run("outer") == ["too long", "hits 1 misses 0"]
     assert run("other") == ["too long", "hits 1 misses 0"]
+
+
+def test_a_caller_of_what_the_cache_lost_is_compiled_again(run, tmp_path):
+    run("outer")
+    run("other", str(tmp_path))
+    assert run("other")[:2] == ["too long", "hits 0 misses 1"]
+    assert run("other")[:2] == ["too long", "hits 1 misses 0"]
