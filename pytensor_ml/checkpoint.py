@@ -19,6 +19,7 @@ from pytensor_ml.models.loading.keys import Checkpoint, KeyMap
 from pytensor_ml.models.loading.safetensors import (
     DTYPES,
     SafetensorsCheckpoint,
+    is_unicode,
     read_metadata,
 )
 
@@ -204,7 +205,7 @@ def tensors_of(names: Mapping[SharedVariable, str]) -> dict[str, np.ndarray]:
         if isinstance(variable.type, RandomType):
             continue
         array = np.asarray(variable.get_value(borrow=True))
-        if name == "__metadata__" or not _is_unicode(name):
+        if name == "__metadata__" or not is_unicode(name):
             raise ValueError(
                 f"A variable is called {name!r}, which no tensor of a safetensors file can be. "
                 "Give it another name before saving."
@@ -240,14 +241,6 @@ def write_safetensors(
     file.write(text)
     for _, array in ordered:
         file.write(_data_of(array))
-
-
-def _is_unicode(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def digest_of(tensors: Mapping[str, np.ndarray]) -> str:

@@ -32,7 +32,10 @@ from pytensor_ml.checkpoint import (
 )
 from pytensor_ml.models import load_causal_lm
 from pytensor_ml.models.loading.safetensors import (
+    LONGEST_JSON,
+    MOST_JSON_VALUES,
     SafetensorsCheckpoint,
+    most_values,
     read_json,
     read_metadata,
 )
@@ -58,7 +61,6 @@ GRAPH_FORMAT = "pytensor_ml.graph"
 GRAPH_FORMAT_VERSION = 5
 PUBLISHED_VERSION = 4
 
-_LONGEST_CONFIG = 32_000_000
 _DIGEST = "weights"
 
 # How many bytes of values a config without weights may ask for, however short it is.
@@ -237,7 +239,7 @@ def from_pretrained(
             "'auto', 'pytensor' or 'huggingface'."
         )
     if source_format == "auto":
-        is_own = path.is_dir() and _is_own(_read_json(path / CONFIG_FILENAME))
+        is_own = path.is_dir() and _is_own(read_json(path / CONFIG_FILENAME))
         source_format = "pytensor" if is_own else "huggingface"
     if source_format == "huggingface":
         return _load_published(path, variant)
@@ -380,22 +382,14 @@ def _initializer_to_json(law: Initializer, parameter: str | None) -> dict[str, A
 
 def _write_config(config: dict[str, Any], path: Path) -> None:
     text = json.dumps(config, separators=(",", ":"), allow_nan=False).encode()
-    if len(text) > _LONGEST_CONFIG:
+    if len(text) > LONGEST_JSON or most_values(text) > MOST_JSON_VALUES:
         raise ValueError(
-            f"The graph would take {len(text)} bytes in {path}, and loading reads at most "
-            f"{_LONGEST_CONFIG}. Hold large constants in a non_trainable parameter."
+            f"The graph would take {len(text)} bytes and about {most_values(text)} values in "
+            f"{path}, and loading reads at most {LONGEST_JSON} and {MOST_JSON_VALUES}. Hold large "
+            "constants in a non_trainable parameter, and call equal blocks with call_as_block."
         )
     with written_atomically(path) as file:
         file.write(text)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.is_file() and path.stat().st_size > _LONGEST_CONFIG:
-        raise ValueError(
-            f"{path} has {path.stat().st_size} bytes, too many for a config: at most "
-            f"{_LONGEST_CONFIG} are read. Fetch or write it again."
-        )
-    return read_json(path)
 
 
 def _is_own(config: dict[str, Any]) -> bool:
@@ -403,7 +397,7 @@ def _is_own(config: dict[str, Any]) -> bool:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = _read_json(path)
+    config = read_json(path)
     if not _is_own(config):
         raise ValueError(
             f"{path} does not describe a network of the format {GRAPH_FORMAT}. Load a folder of "

@@ -426,7 +426,7 @@ def test_a_network_of_two_files_saved_apart(tmp_path):
 
 
 def test_a_config_too_large_to_load_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained, "_LONGEST_CONFIG", 1000)
+    monkeypatch.setattr(pretrained, "LONGEST_JSON", 1000)
     x = Input("x", shape=(2000,))
     y = x + np.random.default_rng(0).normal(size=2000).astype("float32")
     with pytest.raises(ValueError, match="non_trainable parameter"):

@@ -102,6 +102,8 @@ def number_from_json(value: Any, where: str) -> Any:
         if value["__float__"] not in ("nan", "inf", "-inf"):
             raise ValueError(f"{where} is {_brief(value['__float__'])}, not nan, inf or -inf")
         return float(value["__float__"])
+    if type(value) is int and abs(value) >= 2**128:
+        raise ValueError(f"{where} is {_brief(value)}, larger than any number of a network")
     if type(value) not in (bool, int, float) or not math.isfinite(value):
         raise ValueError(f"{where} is {_brief(value)}, where a number belongs")
     return value

@@ -1,13 +1,14 @@
 """A file can make loading fail, and nothing else."""
 
 import copy
+import gc
 import json
 import os
 import struct
 import sys
 import time
 import tracemalloc
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -40,17 +41,28 @@ def _watch(event, args):
 sys.addaudithook(_watch)
 
 
+@contextmanager
+def within_a_second():
+    # A collection takes longer by itself among the objects that all tests before left.
+    gc.disable()
+    start = time.thread_time()
+    try:
+        yield
+    finally:
+        duration = time.thread_time() - start
+        gc.enable()
+    assert duration < 1
+
+
 def assert_refused(load, match):
-    """Assert a clear error, in a second of this process, within 100 MB, and no other effect."""
+    """Assert a clear error, in a second of this thread, within 100 MB, and no other effect."""
     global _watched
-    start = time.process_time()
     _watched = []
     try:
-        with pytest.raises(ValueError, match=match) as caught:
+        with within_a_second(), pytest.raises(ValueError, match=match) as caught:
             load()
     finally:
         effects, _watched = _watched, None
-    assert time.process_time() - start < 1
     assert not effects
     assert len(str(caught.value)) < 2000
     # Apart, because it makes all slow.
@@ -314,6 +326,7 @@ ATTACKS = {
         "int8 cannot hold",
     ),
     "float too large": (4, lambda c: constant(c).update(value=[1e39] * 4), "float32 cannot hold"),
+    "number of 400 digits": (4, lambda c: constant(c).update(value=[10**400] * 4), "larger than"),
     "float of a name": (
         4,
         lambda c: constant(c).update(value=[{"__float__": "os"}] * 4),
@@ -577,9 +590,8 @@ def test_no_value_of_a_file_is_computed_while_its_graph_is_built():
     graph = {"inputs": [], "nodes": nodes, "outputs": [{"node": 2, "out": 0}]}
     assert_refused(lambda: deserialize_graph(graph), "claims outputs")
     nodes[2]["outputs"] = [tensor_type([None], "int64")]
-    start = time.process_time()
-    _, [y] = deserialize_graph(graph)
-    assert time.process_time() - start < 1
+    with within_a_second():
+        _, [y] = deserialize_graph(graph)
     assert y.owner.inputs[1].owner.inputs[0].type.shape == (10**9,)
 
 
@@ -602,9 +614,8 @@ def test_graphs_within_graphs_do_not_multiply():
             }
         )
     graph = {"types": [tensor_type([3])], "constants": [], "ops": ops, "inputs": [0]}
-    start = time.process_time()
-    deserialize_graph({**graph, "nodes": [[60, [0], [0]]], "outputs": [1]})
-    assert time.process_time() - start < 1
+    with within_a_second():
+        deserialize_graph({**graph, "nodes": [[60, [0], [0]]], "outputs": [1]})
 
 
 @pytest.mark.parametrize("depth", [60, 10_000])
@@ -635,7 +646,14 @@ def test_props_nested_deep_are_refused():
 TEXTS = {
     "nested 10,000 deep": (b'{"nodes":' + b"[" * 10_000, "valid JSON"),
     "objects 10,000 deep": (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "valid JSON"),
-    "key twice": (b'{"format": "pytensor_ml.graph", "format": "torch"}', "appears twice"),
+    "objects, a million": (b'{"ops":[' + b"{}," * 10**6 + b"{}]}", "2000004 values"),
+    "text of 20 megabytes": (b'{"format":"' + b"a" * 20_000_000 + b'"}', "20000013 bytes"),
+    "key twice, the last of many": (
+        b"{" + b",".join(b'"%d":0' % i for i in range(10**5)) + b',"99999":0}',
+        "99999 appears twice",
+    ),
+    "another Unicode": ('{"format": "pytensor_ml.graph"}'.encode("utf-16"), "valid JSON"),
+    "key twice": (b'{"format": "pytensor_ml.graph", "format": "torch"}', "format appears twice"),
     "bare NaN": (b'{"format": NaN}', "does not describe a network"),
     "number of 10,000 digits": (b'{"format": ' + b"9" * 10_000 + b"}", "valid JSON"),
     "cut short": (b'{"format": "pytensor_ml.gr', "valid JSON"),

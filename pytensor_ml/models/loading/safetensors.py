@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -31,14 +32,16 @@ DTYPES = {
     "F32": "<f4",
     "F64": "<f8",
 }
-# The limit that the safetensors library sets as well.
-_LONGEST_HEADER = 100_000_000
+# Of JSON, so that it is parsed in a second and 100 MB.
+LONGEST_JSON = 16_000_000
+MOST_JSON_VALUES = 2**18
+_LONGEST_SHOWN = 500
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """The tensors of a safetensors file, or of a folder with one file or an index of shards.
 
-    Everything but the values is read and checked at once; values are views of the mapped files.
+    All is checked at once but numbers, any of which is valid; values are views of mapped files.
 
     Parameters
     ----------
@@ -58,6 +61,12 @@ class SafetensorsCheckpoint(Checkpoint):
         self.name = str(path)
         self._folder = path if path.is_dir() else path.parent
         self._entries = _read_folder(path) if path.is_dir() else read_header(path)
+        for key, entry in self._entries.items():
+            if entry.dtype == "BOOL" and (self._mapped(entry).view(np.uint8) > 1).any():
+                raise ValueError(
+                    f"{entry.path} is damaged: {key} is of truth values and holds bytes "
+                    "other than 0 and 1. Fetch or write the file again."
+                )
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -75,10 +84,15 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def read(self, key: str) -> np.ndarray:
         entry = self._entries[key]
-        array = np.memmap(
-            entry.path, DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
+        array = self._mapped(entry)
+        return widen_bfloat16(array) if entry.dtype == "BF16" else array
+
+    def _mapped(self, entry: "Entry") -> np.ndarray:
+        return np.asarray(
+            np.memmap(
+                entry.path, DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
+            )
         )
-        return widen_bfloat16(array) if entry.dtype == "BF16" else np.asarray(array)
 
 
 def widen_bfloat16(words: np.ndarray) -> np.ndarray:
@@ -149,41 +163,54 @@ def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
-        if length > min(size - 8, _LONGEST_HEADER):
+        if length > size - 8:
             raise ValueError(
                 f"{path} is not a safetensors file or is cut short: it has {size} bytes, and its "
                 f"first ones ({start!r}) announce a header of {length}. Pickles are not read: "
                 "convert the weights to safetensors, or fetch the file again."
             )
+        _check_length(length, path)
         text = file.read(length)
     return _parse_json(text, path), length
 
 
 def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, int, int, Entry]:
+    if len(name) > _LONGEST_SHOWN or not is_unicode(name):
+        raise ValueError(
+            f"{path} is damaged: no tensor can be called {_brief(ascii(name))}. Fetch or write the "
+            "file again."
+        )
     try:
         dtype, shape, (first, last) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged: the entry of {name}, {value!r}, has no dtype, shape and two "
-            "data_offsets. Fetch or write the file again."
+            f"{path} is damaged: the entry of {name}, {_brief(value)}, has no dtype, shape "
+            "and two data_offsets. Fetch or write the file again."
         ) from error
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
-            f"{path} holds {name} as {dtype!r}, which is not read here. Convert it to one of "
-            f"{', '.join(DTYPES)}."
+            f"{path} holds {name} as {_brief(repr(dtype))}, which is not read here. Convert it to "
+            f"one of {', '.join(DTYPES)}."
         )
     numbers = [*shape, first, last] if isinstance(shape, list) else [None]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(
-            f"{path} is damaged: {name} has shape {shape} and data_offsets {[first, last]}, where "
-            "only whole numbers from 0 on make sense. Fetch or write the file again."
+            f"{path} is damaged: {name} has shape {_brief(shape)} and data_offsets "
+            f"{_brief([first, last])}, where only whole numbers from 0 on make sense. Fetch or "
+            "write the file again."
+        )
+    # What numpy can address, which an axis of length 0 does not tell.
+    if len(shape) > 32 or prod(n or 1 for n in shape) >= 2**60:
+        raise ValueError(
+            f"{path} holds {name} in the shape {_brief(shape)}, which no array can have. "
+            "Fetch or write the file again."
         )
     needed = prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if last - first != needed:
         raise ValueError(
-            f"{path} is damaged: {name} of shape {tuple(shape)} and dtype {dtype} takes {needed} "
-            f"bytes, but its data_offsets {[first, last]} hold {last - first}. Fetch or write the "
-            "file again."
+            f"{path} is damaged: {name} of shape {tuple(shape)} and dtype {dtype} takes "
+            f"{needed} bytes, but its data_offsets {_brief([first, last])} hold "
+            f"{_brief(last - first)}. Fetch or write the file again."
         )
     return name, first, last, Entry(path, dtype, tuple(shape), start + first)
 
@@ -206,6 +233,11 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
         )
     shards = {name: folder / name for name in sorted(set(shard_of.values()))}
     for name, path in shards.items():
+        if not _is_file_name(name):
+            raise ValueError(
+                f"{index} names the file {_brief(ascii(name))}, which no file can be called. Fetch or "
+                "write the index again."
+            )
         if not _is_inside(path, folder):
             raise ValueError(
                 f"{index} names the file {name!r}, which lies outside the folder (at "
@@ -231,6 +263,10 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
     return entries
 
 
+def _is_file_name(name: str) -> bool:
+    return len(name) <= 255 and "\0" not in name and is_unicode(name)
+
+
 def _is_inside(path: Path, folder: Path) -> bool:
     # The Hugging Face cache keeps a model as snapshots/<revision>/ with links to ../../blobs/.
     folder = Path(os.path.realpath(folder))
@@ -247,12 +283,26 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is no file, so what the model is stays unknown. Pass the config.json itself, "
             "or the folder that holds it, as the function asks."
         )
+    _check_length(path.stat().st_size, path)
     return _parse_json(path.read_bytes(), path)
 
 
-def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
+def _check_length(length: int, path: Path) -> None:
+    if length > LONGEST_JSON:
+        raise ValueError(
+            f"{path} has {length} bytes of JSON, and at most {LONGEST_JSON} are read, since no "
+            "model needs as many. Fetch or write it again."
+        )
+
+
+def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    if (count := most_values(data)) > MOST_JSON_VALUES:
+        raise ValueError(
+            f"{path} has about {count} values of JSON, and at most {MOST_JSON_VALUES} are read, since no "
+            "model needs as many. Fetch or write it again."
+        )
     try:
-        parsed = json.loads(text, object_pairs_hook=_without_duplicates)
+        parsed = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} does not hold valid JSON where it should: {error}. Fetch or write it again."
@@ -268,6 +318,25 @@ def _parse_json(text: bytes, path: Path) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{_brief(name)} appears twice")
     return result
+
+
+def most_values(text: bytes) -> int:
+    """Return a number that a JSON text cannot have more values than."""
+    return 1 + sum(map(text.count, (b",", b"[", b"{")))
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a pair of surrogates, which JSON can escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _brief(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

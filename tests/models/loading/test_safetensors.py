@@ -86,7 +86,7 @@ BROKEN = {
     "header that is no UTF-8": ((b'{"\xff": 1}',), "valid JSON"),
     "header that is a list": ((b"[1, 2]",), "list"),
     "header nested 100,000 deep": ((b"[" * 100_000,), "valid JSON"),
-    "key twice": ((b'{"w": 1, "w": 2}',), "'w' appears twice"),
+    "key twice": ((b'{"w": 1, "w": 2}',), "w appears twice"),
     "entry without shape": (({"w": {"dtype": "F32", "data_offsets": [0, 8]}}, 8), "w"),
     "entry that is a number": (({"w": 3}, 8), "w"),
     "three offsets": (({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, 8), "w"),
@@ -98,6 +98,16 @@ BROKEN = {
     "shape that is a number": (({"w": entry(2, 0, 8)}, 8), "w.*2"),
     "shape of truths": (({"w": entry([True], 0, 4)}, 4), r"w.*\[True\]"),
     "shape larger than its bytes": (({"w": entry([10**9], 0, 8)}, 8), r"w.*4000000000"),
+    "shape of no array": (({"w": entry([2**70, 0], 0, 0)}, 0), "w.*no array can have"),
+    "shape of numpy's limits": (({"w": entry([2**40, 2**40, 0], 0, 0)}, 0), "w.*no array can"),
+    "71 axes": (({"w": entry([1] * 71, 0, 4)}, 4), "w.*no array can have"),
+    "300,000 axes": (({"w": entry([1] * 300_000, 0, 4)}, 4), "w.*no array can have"),
+    "truths that are neither": (({"w": entry([2], 0, 2, "BOOL")}, b"\1\2"), "w.*truth values"),
+    "name of half a letter": (({"\ud800": entry([1], 0, 4)}, 4), r"no tensor.*ud800"),
+    "name of 5,000 letters": (({"w" * 5000: entry([1], 0, 4)}, 4), "no tensor.*www"),
+    "header of another Unicode": (('{"w": 1}'.encode("utf-16"),), "valid JSON"),
+    "header of 20 megabytes": ((b"{" + b" " * 20_000_000 + b"}",), "20000002 bytes"),
+    "header of a million values": ((b'{"w": [' + b"0," * 10**6 + b"0]}",), "1000003 values"),
     "tensor cut short": (({"v": entry([1], 0, 4), "w": entry([2], 4, 12)}, 10), "cut short.*w"),
     "overlap": (({"v": entry([2], 0, 8), "w": entry([1], 4, 8)}, 8), "w.*overlaps"),
     "hole": (({"v": entry([1], 0, 4), "w": entry([1], 8, 12)}, 12), "w.*hole"),
@@ -112,10 +122,11 @@ def test_a_broken_file_is_named_with_what_is_wrong(tmp_path, kind):
     if isinstance(content, bytes):
         path.write_bytes(content)
     else:
-        header, *size = content
-        write_raw(path, header, bytes(*size))
-    with pytest.raises(ValueError, match=rf"(?s)broken\.safetensors.*{told}"):
+        header, *data = content
+        write_raw(path, header, bytes(*data))
+    with pytest.raises(ValueError, match=rf"(?s)broken\.safetensors.*{told}") as caught:
         SafetensorsCheckpoint(path)
+    assert len(str(caught.value)) < 2000
 
 
 class Trap:
@@ -202,6 +213,13 @@ class TestShards:
         self.write_index(folder, a=name)
         with pytest.raises(ValueError, match=rf"{INDEX}.*{name}.*outside"):
             SafetensorsCheckpoint(folder)
+
+    @pytest.mark.parametrize("name", ["l" * 5000, "\ud800", "l\0"])
+    def test_of_a_name_that_no_file_has(self, folder, name):
+        self.write_index(folder, a=name)
+        with pytest.raises(ValueError, match=f"{INDEX} names the file .*no file can") as caught:
+            SafetensorsCheckpoint(folder)
+        assert len(str(caught.value)) < 2000
 
     def test_of_a_hub_cache_are_read_through_its_links(self, folder):
         cache = folder.parent / "models--some--model"
