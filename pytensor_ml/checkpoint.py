@@ -98,7 +98,8 @@ def load_state(
     name_map : mapping from str to str, optional
         Keys of the file for variables that have another name there.
     allow_narrowing : bool
-        Whether a value may be rounded to a variable's dtype, such as float32 to float16.
+        Whether a value may be rounded to a variable's dtype, such as float32 to float16. One beyond
+        the dtype's range is an error all the same.
 
     Raises
     ------
@@ -269,6 +270,10 @@ def written_atomically(path: Path) -> Iterator[IO[bytes]]:
     if not path.parent.is_dir():
         raise FileNotFoundError(
             f"There is no folder {path.parent} to write {path.name} into. Make it first."
+        )
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder, so no file can have its name. Pass the path of a file in it."
         )
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

@@ -185,6 +185,10 @@ def save_pretrained(
     tensors = tensors_of(state_names(collect_shared_variables(outputs)))
     config[_DIGEST] = digest = digest_of(tensors)
     folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(
+            f"{folder} is a file, so the two files of a network cannot be put there. Pass a folder."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     # Two files cannot be replaced at once. The new weights lie beside the old ones until the
     # config that names them has replaced the old config, which is the moment of the switch.
@@ -239,8 +243,15 @@ def from_pretrained(
             "'auto', 'pytensor' or 'huggingface'."
         )
     if source_format == "auto":
-        is_own = path.is_dir() and _is_own(read_json(path / CONFIG_FILENAME))
-        source_format = "pytensor" if is_own else "huggingface"
+        folder = path if path.is_dir() else path.parent
+        beside = folder / CONFIG_FILENAME
+        is_own = (path.is_dir() or beside.is_file()) and _is_own(read_json(beside))
+        if is_own and path.name in (CONFIG_FILENAME, WEIGHTS_FILENAME) and path.is_file():
+            raise ValueError(
+                f"{path} is one of the two files of a network that save_pretrained wrote. Pass "
+                f"their folder, {folder}."
+            )
+        source_format = "pytensor" if is_own and path.is_dir() else "huggingface"
     if source_format == "huggingface":
         return _load_published(path, variant)
     if variant is not None:

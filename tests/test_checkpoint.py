@@ -155,10 +155,17 @@ def test_shapes_are_those_of_the_parameters(path):
 def test_a_dtype_is_widened_and_narrowed_only_if_asked(path):
     half = parameter(np.zeros(2, "float16"), "a")
     with Unchanged(half), pytest.raises(ValueError, match=r"a is float32.*float16"):
-        load_state([half], saved(path, a=np.float32([1 / 3, 70000])))
-    with np.errstate(over="ignore"):
-        load_state([half], path, allow_narrowing=True)
+        load_state([half], saved(path, a=np.float32([1 / 3, np.inf])))
+    load_state([half], path, allow_narrowing=True)
     np.testing.assert_array_equal(half.get_value(), np.float16([1 / 3, np.inf]))
+    with Unchanged(half), pytest.raises(ValueError, match=r"a is float32 and holds 70000\.0"):
+        load_state([half], saved(path, a=np.float32([1 / 3, 70000])), allow_narrowing=True)
+    byte = parameter(np.zeros(2, "int8"), "a")
+    load_state([byte], saved(path, a=np.int64([-128, 127])), allow_narrowing=True)
+    np.testing.assert_array_equal(byte.get_value(), [-128, 127])
+    for beyond in (np.int64([0, 128]), np.float32([0, 0.5])):
+        with Unchanged(byte), pytest.raises(ValueError, match=r"a is \w+ and holds (128|0\.5)"):
+            load_state([byte], saved(path, a=beyond), allow_narrowing=True)
     single = parameter(np.zeros(2, "float32"), "a")
     load_state([single], saved(path, a=np.float16([1 / 3, 6e-8])))
     assert single.get_value().dtype == "float32"

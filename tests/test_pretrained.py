@@ -346,6 +346,13 @@ def test_what_a_folder_may_be(folder, tmp_path):
         from_pretrained(folder, "onnx")
     with pytest.raises(ValueError, match="variant is 'fp16'"):
         from_pretrained(folder, variant="fp16")
+    for part in ("config.json", "model.safetensors"):
+        with pytest.raises(ValueError, match=rf"{part} is one of the two files.*Pass their folder"):
+            from_pretrained(folder / part)
+    with pytest.raises(ValueError, match="whose folder from_pretrained loads"):
+        load_causal_lm(folder)
+    with pytest.raises(FileNotFoundError, match=r"is a folder.*Pass the config\.json"):
+        load_network(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match=r"does not describe a network of the format"):
         from_pretrained(folder, "pytensor")
@@ -423,6 +430,15 @@ def test_a_network_of_two_files_saved_apart(tmp_path):
     save_state(collect_shared_variables(y), tmp_path / "model.safetensors")
     _, new = from_pretrained(tmp_path)
     np.testing.assert_array_equal(values_of(new)["fc_W"], values_of(y)["fc_W"])
+
+
+def test_a_folder_and_a_file_are_not_taken_for_each_other(folder):
+    y = Linear("fc", n_in=3, n_out=2)(Input("x", shape=(None, 3)))
+    for save in (save_network, lambda y, path: save_state(collect_shared_variables(y), path)):
+        with pytest.raises(IsADirectoryError, match=r"is a folder.*Pass the path of a file"):
+            save(y, folder)
+    with pytest.raises(NotADirectoryError, match=r"config\.json is a file.*Pass a folder"):
+        save_pretrained(y, folder / "config.json")
 
 
 def test_a_config_too_large_to_load_is_not_saved(tmp_path, monkeypatch):

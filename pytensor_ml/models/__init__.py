@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from pytensor.configdefaults import config
 
 import pytensor_ml.models.architectures as architectures
@@ -21,7 +22,7 @@ from pytensor_ml.models.loading import (
     register_builder,
     register_gguf,
 )
-from pytensor_ml.state import EmptyInitializer, initial_values_from
+from pytensor_ml.state import Initializer, initial_values_from
 
 __all__ = [
     "CausalLM",
@@ -63,7 +64,13 @@ def load_causal_lm(path: str | Path) -> CausalLM:
         holds tensors that the model has no place for.
     """
     checkpoint = open_checkpoint(path)
-    with config.change_flags(floatX="float32"), initial_values_from(EmptyInitializer()):
+    n_layers, n_tensors = checkpoint.config.get("num_hidden_layers"), len(checkpoint.keys())
+    if isinstance(n_layers, int) and n_layers > n_tensors:
+        raise ValueError(
+            f"The config of {path} names more layers than there are tensors ({n_tensors}), so "
+            "most would stay empty. Take the config.json that belongs to the weights."
+        )
+    with config.change_flags(floatX="float32"), initial_values_from(_PlaceholderInitializer()):
         model, keys = build_model(checkpoint.config)
     # Older versions of transformers saved the frequencies, which follow from the config.
     surplus = [key for key in keys.load(checkpoint) if not key.endswith("rotary_emb.inv_freq")]
@@ -73,3 +80,10 @@ def load_causal_lm(path: str | Path) -> CausalLM:
             f"{', '.join(surplus)}. The file is of a variant that is not supported."
         )
     return model
+
+
+class _PlaceholderInitializer(Initializer):
+    """Zeros that take no memory, whatever sizes a config names; the weights replace them."""
+
+    def sample(self, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)

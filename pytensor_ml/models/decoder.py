@@ -137,6 +137,11 @@ def build_decoder(
     """
     width, n_head = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or width // n_head
+    if not 0 < n_head * head_dim < _TOO_LARGE:
+        raise ValueError(
+            f"The config has {n_head} heads of width {head_dim} in a model of width {width}, of "
+            "which there is none. Take the config.json that belongs to the weights."
+        )
     layer_types = _layer_types(config, options)
     activation = options.activation or config.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
@@ -275,12 +280,15 @@ def _rotary(
                 "wrong base gives wrong text without an error. Add the base the model was trained "
                 "with."
             )
-        return RotaryEmbedding(
-            name,
-            base=settings["rope_theta"],
-            scaling=settings,
-            rotary_dim=rotated_channels(head_dim, settings),
-        )
+        try:
+            return RotaryEmbedding(
+                name,
+                base=settings["rope_theta"],
+                scaling=settings,
+                rotary_dim=rotated_channels(head_dim, settings),
+            )
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"The config's rotary settings make no table: {error}") from error
 
     if rope is None:
         settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -338,6 +346,50 @@ _NEUTRAL = {
 }
 
 
+# What the values of keys have to be, whichever families read them.
+_SIZES = (
+    *("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "sliding_window"),
+    *("sliding_window_pattern", "vocab_size"),
+)
+_POSITIVE_NUMBERS = (
+    *("final_logit_softcapping", "query_pre_attn_scalar", "rms_norm_eps", "rope_local_base_freq"),
+    "rope_theta",
+)
+_TRUTHS = ("attention_bias", "attention_out_bias", "tie_word_embeddings", "use_sliding_window")
+_TEXTS = ("hidden_act", "hidden_activation")
+_MAPPINGS = ("rope_parameters", "rope_scaling")
+# A size that no model has, and of which two make no array that numpy refuses.
+_TOO_LARGE = 2**28
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        _SIZES,
+        (
+            f"a whole number from 1 to {_TOO_LARGE - 1}",
+            lambda value: type(value) is int and 0 < value < _TOO_LARGE,
+        ),
+    ),
+    **dict.fromkeys(
+        _POSITIVE_NUMBERS,
+        (
+            "a positive number",
+            lambda value: type(value) in (int, float) and 0 < value < 1e300,
+        ),
+    ),
+    **dict.fromkeys(_TRUTHS, ("true or false", lambda value: type(value) is bool)),
+    **dict.fromkeys(_TEXTS, ("a text", lambda value: type(value) is str)),
+    **dict.fromkeys(_MAPPINGS, ("an object", lambda value: type(value) is dict)),
+    "layer_types": (
+        "a list of texts",
+        lambda value: type(value) is list and all(type(v) is str for v in value),
+    ),
+    "max_window_layers": (
+        "a whole number from 0 on",
+        lambda value: type(value) is int and value >= 0,
+    ),
+}
+
+
 def _check_config(
     name: str, config: dict[str, Any], needs: Collection[str], reads: Collection[str]
 ) -> None:
@@ -348,6 +400,14 @@ def _check_config(
             "determined. Take the config.json that belongs to the weights."
         )
     read = needed | _READ | {*reads}
+    for key in sorted(read & _KINDS.keys() & config.keys()):
+        expected, is_of_kind = _KINDS[key]
+        value = config[key]
+        if not (is_of_kind(value) or (value is None and key not in needed)):
+            raise ValueError(
+                f"The config has {key} = {_brief(value)}, where {expected} belongs, so there is no "
+                f"{name} model of it. Take the config.json that belongs to the weights."
+            )
     unread = {
         key: value
         for key, value in config.items()
@@ -355,9 +415,14 @@ def _check_config(
         and _NEUTRAL.get(key) is not value
     }
     if unread:
-        given = ", ".join(f"{key} = {value!r:.80}" for key, value in unread.items())
+        given = ", ".join(f"{key} = {_brief(value)}" for key, value in [*unread.items()][:20])
         raise ValueError(
             f"The config has {given}, which a {name} model is built without here, so its output "
             f"could be wrong. Supported are {', '.join(sorted(read))}. Use a checkpoint that needs "
             "no others, or take out of config.json what has no influence on the output."
         )
+
+
+def _brief(value: Any) -> str:
+    # Python refuses to write out whole numbers of thousands of digits.
+    return f"{value!r:.80}" if not isinstance(value, int) or abs(value) < 2**64 else "2**64 or more"

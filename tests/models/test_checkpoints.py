@@ -301,19 +301,65 @@ def change_config(tmp_path, name, change):
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"hidden_activation": "relu"}, "relu.*silu or gelu_pytorch_tanh"),
-        ("gemma3_text", {"final_logit_softcapping": 0}, "softcap of 0"),
+        ("gemma3_text", {"final_logit_softcapping": 0}, "softcapping = 0, where a pos"),
         ("gemma3_text", {"query_pre_attn_scalar": ()}, "lacks query_pre_attn_scalar"),
         ("gemma3_text", {"sliding_window": ()}, "lacks sliding_window"),
-        ("gemma3_text", {"sliding_window": None}, "no sliding_window"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta.*neither.*tables"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window = None, where a whole number"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta.*not the sett"),
         ("gemma3_text", {"rope_parameters": ()}, "no rope_theta"),
         ("gemma3_old_config", {"rope_local_base_freq": ()}, "no rope_theta"),
-        ("gemma3_old_config", {"sliding_window_pattern": 0}, "sliding_window_pattern of 0"),
+        ("gemma3_old_config", {"sliding_window_pattern": 0}, "sliding_window_pattern = 0, where"),
+        ("llama_gqa", {"num_hidden_layers": 10**8}, "more layers than there are tensors"),
+        ("llama_gqa", {"num_hidden_layers": 10**400}, "more layers than there are tensors"),
+        ("llama_gqa", {"num_hidden_layers": True}, "num_hidden_layers = True, where a whole"),
+        ("llama_gqa", {"vocab_size": 10**8}, r"embed_tokens.*shape \(100000000, "),
+        ("llama_gqa", {"hidden_size": 10**9}, "hidden_size = 1000000000, where .* to 268435455"),
+        ("llama_gqa", {"max_position_embeddings": "8"}, "max_position_embeddings = '8', where"),
+        ("llama_gqa", {"num_key_value_heads": 0}, "num_key_value_heads = 0, where"),
+        ("llama_gqa", {"head_dim": 0}, "head_dim = 0, where"),
+        ("llama_gqa", {"head_dim": None, "num_attention_heads": 64}, "64 heads of width 0"),
+        ("llama_gqa", {"head_dim": 2**27}, "4 heads of width 134217728"),
+        ("llama_gqa", {"tie_word_embeddings": "false"}, "'false', where true or false"),
+        ("llama_gqa", {"rms_norm_eps": 0}, "rms_norm_eps = 0, where a positive number"),
+        ("llama_gqa", {"hidden_act": ["silu"]}, r"\['silu'\], where a text"),
+        ("llama_gqa", {"rope_parameters": [1]}, "where an object"),
+        ("llama_gqa", {"rope_parameters": {"rope_theta": "1"}}, "make no table.*'1' is no number"),
+        ("llama_gqa", {"architectures": "LlamaForCausalLM"}, "a list of names"),
+        ("llama_gqa", {"architectures": [{}]}, "a list of names"),
+        ("qwen3_window", {"max_window_layers": -1}, "max_window_layers = -1, where"),
+        ("qwen3_window", {"layer_types": "full_attention"}, "layer_types = .* list of texts"),
+        ("gemma3_text", {"query_pre_attn_scalar": "8"}, "query_pre_attn_scalar = '8', where"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": 1}}, "full_attention.*not the sett"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused(tmp_path, name, change, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         load_causal_lm(change_config(tmp_path, name, change))
+
+
+JUNK = [None, True, -1, 0, 3, 10**9, 10**400, 0.5, 1e308, float("nan"), "", "x", [], {}, [[0]]]
+
+
+@pytest.mark.parametrize("name", ["gemma3_old_config", "llama_mqa_yarn", "qwen3_window"])
+def test_a_config_changed_anywhere_loads_or_is_refused(tmp_path, name):
+    shutil.copy(GOLDEN / name / "model.safetensors", tmp_path)
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    changes = [{key: junk} for key in config for junk in JUNK] + [
+        {key: value | {part: junk}}
+        for key, value in config.items()
+        if isinstance(value, dict)
+        for part in value
+        for junk in JUNK
+    ]
+    loaded = 0
+    for change in changes:
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        try:
+            load_causal_lm(tmp_path)
+        except ValueError:
+            continue
+        loaded += 1
+    assert 0 < loaded < len(changes)
 
 
 def test_what_has_no_influence_is_not_refused(tmp_path):

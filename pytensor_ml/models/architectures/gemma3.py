@@ -32,10 +32,11 @@ def gemma3(config: dict[str, Any]) -> DecoderOptions:
     """
     bias = config.get("attention_bias", False)
     rope = config.get("rope_parameters") or {}
-    if unknown := sorted(rope.keys() - {FULL, SLIDING}):
+    allowed = {FULL: (dict, type(None)), SLIDING: (dict, type(None))}
+    if unknown := sorted(k for k, v in rope.items() if not isinstance(v, allowed.get(k, ()))):
         raise ValueError(
-            f"The config has {', '.join(unknown)} in rope_parameters, which belong to neither of "
-            f"Gemma 3's two rotary tables. Put them into {FULL} or {SLIDING}."
+            f"The config has {', '.join(unknown)} in rope_parameters, which are not the settings "
+            f"of one of Gemma 3's two rotary tables. Put settings into {FULL} or {SLIDING}."
         )
     return DecoderOptions(
         norm=ZeroCenteredRMSNorm,

@@ -38,7 +38,7 @@ def qwen3(config: dict[str, Any]) -> DecoderOptions:
 
 def _windows(config: dict[str, Any]) -> tuple[int | None, Sequence[str]]:
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    first = config.get("max_window_layers", 28)
+    first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
     by_default = [
         FULL if window is None or i < first else SLIDING for i in range(config["num_hidden_layers"])
     ]

@@ -148,7 +148,8 @@ class KeyMap:
         available : iterable of str, optional
             Keys that ``read`` knows; needed with a callable.
         allow_narrowing : bool
-            Whether a value may be rounded to a parameter's dtype, such as float32 to float16.
+            Whether a value may be rounded to a parameter's dtype, such as float32 to float16. One
+            beyond the dtype's range is an error all the same.
 
         Returns
         -------
@@ -263,11 +264,22 @@ class _Binding(NamedTuple):
                 f"{key} has shape {shape}{after}, but {self.parameter.name} has shape {needed}; "
                 "the config and the tensors belong to different models"
             ]
-        if not allow_narrowing and not np.can_cast(probe.dtype, self.parameter.type.dtype):
+        held = np.dtype(self.parameter.type.dtype)
+        if np.can_cast(probe.dtype, held):
+            return []
+        if not allow_narrowing:
             return [
-                f"{key} is {probe.dtype}, but {self.parameter.name} is "
-                f"{self.parameter.type.dtype}, which cannot hold all of its values; pass "
-                "allow_narrowing=True to round them"
+                f"{key} is {probe.dtype}, but {self.parameter.name} is {held}, which cannot hold "
+                "all of its values; pass allow_narrowing=True to round them"
+            ]
+        value = self.value(checkpoint, key)
+        with np.errstate(all="ignore"):
+            rounded = value.astype(held)
+        kept = np.isfinite(rounded) | ~np.isfinite(value) if held.kind in "fc" else rounded == value
+        if not kept.all():
+            return [
+                f"{key} is {probe.dtype} and holds {value[~kept].flat[0]}, which {held}, the "
+                f"dtype of {self.parameter.name}, cannot hold even rounded"
             ]
         return []
 

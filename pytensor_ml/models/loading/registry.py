@@ -43,7 +43,17 @@ def register_builder[B: Builder](architecture: str) -> Callable[[B], B]:
 def architecture_name(config: dict[str, Any]) -> str | None:
     """Return the architecture that ``config`` names, or None if it names none."""
     architectures = config.get("architectures") or [config.get("_class_name")]
-    return architectures[0] or config.get("model_type")
+    kind = config.get("model_type")
+    if not isinstance(architectures, list) or not all(
+        name is None or isinstance(name, str) for name in (*architectures, kind)
+    ):
+        raise ValueError(
+            "The config has something else than a list of names in `architectures`, or than a name "
+            "in `model_type`, so what the model is stays unknown. Take the config.json that "
+            "belongs to the weights."
+        )
+    name: str | None = architectures[0] or kind
+    return name
 
 
 def build_model(config: dict[str, Any]) -> tuple[Any, KeyMap]:
@@ -69,9 +79,12 @@ def build_model(config: dict[str, Any]) -> tuple[Any, KeyMap]:
     name = architecture_name(config)
     if name not in _builders:
         problem = (
-            "The config names no architecture (neither `architectures` nor `model_type`)"
+            "The config is of a network that save_pretrained wrote, whose folder from_pretrained "
+            "loads, and names no architecture"
+            if "format_version" in config
+            else "The config names no architecture (neither `architectures` nor `model_type`)"
             if name is None
-            else f"The architecture {name} has no builder"
+            else f"The architecture {name:.100} has no builder"
         )
         raise ValueError(
             f"{problem}, so its weights have no layers to go into. Supported are: "

@@ -156,8 +156,8 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} does not exist, so there are no weights to load. Pass a safetensors file or a "
-            "folder that holds one."
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}, so there are no "
+            "weights to load. Pass a safetensors file or a folder that holds one."
         )
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -235,8 +235,8 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
     for name, path in shards.items():
         if not _is_file_name(name):
             raise ValueError(
-                f"{index} names the file {_brief(ascii(name))}, which no file can be called. Fetch or "
-                "write the index again."
+                f"{index} names the file {_brief(ascii(name))}, which no file can be called. Fetch "
+                "or write the index again."
             )
         if not _is_inside(path, folder):
             raise ValueError(
@@ -280,8 +280,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is no file, so what the model is stays unknown. Pass the config.json itself, "
-            "or the folder that holds it, as the function asks."
+            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}, so what the model is "
+            "stays unknown. Pass the config.json itself, or the folder that holds it, as the "
+            "function asks."
         )
     _check_length(path.stat().st_size, path)
     return _parse_json(path.read_bytes(), path)
@@ -298,8 +299,8 @@ def _check_length(length: int, path: Path) -> None:
 def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
     if (count := most_values(data)) > MOST_JSON_VALUES:
         raise ValueError(
-            f"{path} has about {count} values of JSON, and at most {MOST_JSON_VALUES} are read, since no "
-            "model needs as many. Fetch or write it again."
+            f"{path} has about {count} values of JSON, and at most {MOST_JSON_VALUES} are read, "
+            "since no model needs as many. Fetch or write it again."
         )
     try:
         parsed = json.loads(data.decode(), object_pairs_hook=_without_duplicates)

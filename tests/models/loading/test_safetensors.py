@@ -101,7 +101,7 @@ BROKEN = {
     "shape of no array": (({"w": entry([2**70, 0], 0, 0)}, 0), "w.*no array can have"),
     "shape of numpy's limits": (({"w": entry([2**40, 2**40, 0], 0, 0)}, 0), "w.*no array can"),
     "71 axes": (({"w": entry([1] * 71, 0, 4)}, 4), "w.*no array can have"),
-    "300,000 axes": (({"w": entry([1] * 300_000, 0, 4)}, 4), "w.*no array can have"),
+    "100,000 axes": (({"w": entry([1] * 100_000, 0, 4)}, 4), "w.*no array can have"),
     "truths that are neither": (({"w": entry([2], 0, 2, "BOOL")}, b"\1\2"), "w.*truth values"),
     "name of half a letter": (({"\ud800": entry([1], 0, 4)}, 4), r"no tensor.*ud800"),
     "name of 5,000 letters": (({"w" * 5000: entry([1], 0, 4)}, 4), "no tensor.*www"),
