@@ -144,18 +144,11 @@ class CrossEntropy(Loss):
                 "pt.specify_shape."
             )
         ids = _matched(y_true, y_pred, "CrossEntropy with ids", without_classes=True)
+        settings = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
         if self.expect_logits:
-            op = CrossEntropyLayer(
-                ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
-            )
-            losses = op(y_pred, ids)[0]
+            losses, _ = CrossEntropyLayer(**settings)(y_pred, ids)
         else:
-            losses = id_cross_entropy(
-                ids,
-                y_pred,
-                ignore_index=self.ignore_index,
-                label_smoothing=self.label_smoothing,
-            )
+            losses = ProbabilityCrossEntropyLayer(**settings)(y_pred, ids)
         counted = None if self.ignore_index is None else pt.neq(ids, self.ignore_index)
         return reduced(losses, self.reduction, counted)
 
@@ -289,22 +282,27 @@ class CrossEntropyPullback(VariadicLayerOp):
         return [shapes[0]]
 
 
-def id_cross_entropy(
-    ids: TensorVariable,
-    probabilities: TensorVariable,
-    *,
-    ignore_index: int | None,
-    label_smoothing: float,
-) -> TensorVariable:
-    """Return the losses of probabilities where ``ids`` were wanted."""
-    dtype = probabilities.type.dtype
-    wanted = pt.log(of_class(probabilities, ids))
-    losses = -pt.constant(1 - label_smoothing, dtype=dtype) * wanted
-    if label_smoothing:
-        share = pt.constant(label_smoothing / probabilities.type.shape[-1], dtype=dtype)
-        last_axis = PreciseSum(axes=(probabilities.type.ndim - 1,))
-        losses = losses - share * last_axis(pt.log(probabilities))
-    return masked(losses, ids, ignore_index)
+class ProbabilityCrossEntropyLayer(VariadicLayerOp):
+    """The op of :class:`CrossEntropy` of probabilities, of shape (..., classes), and ids."""
+
+    __props__ = ("ignore_index", "label_smoothing")
+
+    ignore_index: int | None
+    label_smoothing: float
+
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        probabilities, ids = inputs
+        dtype = probabilities.type.dtype
+        wanted = pt.log(of_class(probabilities, ids))
+        losses = -pt.constant(1 - self.label_smoothing, dtype=dtype) * wanted
+        if self.label_smoothing:
+            share = self.label_smoothing / probabilities.type.shape[-1]
+            logarithms = PreciseSum(axes=(probabilities.type.ndim - 1,))(pt.log(probabilities))
+            losses = losses - pt.constant(share, dtype=dtype) * logarithms
+        return [masked(losses, ids, self.ignore_index)]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [shapes[1]]
 
 
 def dense_cross_entropy(

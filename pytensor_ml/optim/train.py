@@ -1,0 +1,221 @@
+"""Compiling a training step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pytensor.compile.executor import Function
+from pytensor.compile.sharedvalue import SharedVariable
+from pytensor.graph.basic import Variable
+from pytensor.graph.traversal import applys_between, toposort
+from pytensor.tensor.variable import TensorVariable
+
+from pytensor_ml.loss import CrossEntropyLayer, ProbabilityCrossEntropyLayer
+from pytensor_ml.optim.base import (
+    Gradients,
+    Parameter,
+    Transform,
+    Updates,
+    get_gradients,
+    scalar_state,
+)
+from pytensor_ml.pytensorf import collect_data_inputs, collect_trainable_params, function
+
+
+def compile_train(
+    loss: TensorVariable,
+    rule: Transform | Updates,
+    *,
+    parameters: Sequence[Parameter] | None = None,
+    inputs: Sequence[Variable] | None = None,
+    extra_outputs: Sequence[Variable] | None = None,
+    extra_updates: Mapping[SharedVariable, TensorVariable] | None = None,
+    compile_kwargs: dict[str, Any] | None = None,
+) -> "TrainStep":
+    """Compile a function that takes a batch and makes the loss smaller.
+
+    It also writes back what layers keep (:meth:`~pytensor_ml.base.StatefulOp.update_map`) and moves
+    the generators that layers draw from.
+
+    Parameters
+    ----------
+    loss : scalar tensor
+        What to make small.
+    rule : callable or Updates
+        An optimizer, a chain that ends with one, or what it has returned.
+    parameters : sequence of parameters, optional
+        What to train. Default is every trainable parameter of the loss.
+    inputs : sequence of Variable, optional
+        Inputs in calling order. Default is those of the loss and the extra outputs.
+    extra_outputs : sequence of Variable, optional
+        What to return besides the loss.
+    extra_updates : mapping from shared variable to tensor, optional
+        What to update besides.
+    compile_kwargs : dict, optional
+        Passed on to :func:`pytensor_ml.pytensorf.function`: ``mode``, ``random_seed``.
+
+    Returns
+    -------
+    TrainStep
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to train, the loss does not reach a parameter or is no scalar, or the
+        rule does not end with an optimizer.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pytensor_ml.optim import compile_train, sgd
+    >>> from pytensor_ml.params import trainable
+    >>> from pytensor_ml.pytensorf import backend_mode
+    >>> w = trainable(np.array([1.0, 2.0], "float32"), name="w")
+    >>> step = compile_train(
+    ...     (w**2).sum(), sgd(0.25), compile_kwargs={"mode": backend_mode("numba")}
+    ... )
+    >>> print(step(), w.get_value())
+    5.0 [0.5 1. ]
+    """
+    parameters = collect_trainable_params(loss) if parameters is None else list(parameters)
+    if not parameters:
+        raise ValueError(
+            "There is nothing to train: the loss depends on no trainable parameter. Build it from "
+            "layers, or name shared variables in `parameters`."
+        )
+    updates = rule if isinstance(rule, Updates) else rule(loss, parameters)
+    if isinstance(updates, Gradients):
+        raise ValueError(
+            "The rule gives gradients, along which parameters would go uphill. End the chain with "
+            "an optimizer, such as adam(1e-3)."
+        )
+    new_values = {
+        variable: variable.type.filter_variable(value)
+        for variable, value in {**updates, **(extra_updates or {})}.items()
+    }
+    outputs = [loss, *(extra_outputs or ())]
+    inputs = collect_data_inputs(outputs) if inputs is None else list(inputs)
+    return TrainStep(
+        function(list(inputs), [*outputs, *new_values.values()], **(compile_kwargs or {})),
+        list(new_values),
+        loss=loss,
+        parameters=parameters,
+        inputs=inputs,
+        compile_kwargs=compile_kwargs or {},
+    )
+
+
+class TrainStep:
+    """A compiled training step: called with a batch, it returns the loss before the step.
+
+    With extra outputs it returns a list of the loss and these. New values take the place of the old
+    ones only if the loss is finite, and stay where the backend computes.
+
+    Attributes
+    ----------
+    function : Function
+        What was compiled. Its outputs are followed by the new values.
+    step_count : shared variable
+        How many steps have been taken, called ``train/step_count``.
+
+    Raises
+    ------
+    FloatingPointError
+        When called, if the loss is not finite. The message has the number of the step, counted from
+        1, and the parameter whose gradient was the first not to be finite on the way back from the
+        loss; to find it, the gradients are compiled and computed once more.
+    ValueError
+        When called, if targets are ids of no class.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        updated: Sequence[SharedVariable],
+        *,
+        loss: TensorVariable,
+        parameters: Sequence[Parameter],
+        inputs: Sequence[Variable],
+        compile_kwargs: dict[str, Any],
+    ):
+        self.function = function
+        self.step_count = scalar_state("train/step_count", 0, "int64")
+        self._updated = list(updated)
+        self._cells = [variable.container.storage for variable in updated]
+        self._loss = loss
+        self._parameters = list(parameters)
+        self._inputs = list(inputs)
+        self._compile_kwargs = compile_kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        results = self.function(*args, **kwargs)
+        outputs = results[: len(results) - len(self._cells)]
+        if not np.isfinite(np.asarray(outputs[0])):
+            self._raise_for(np.asarray(outputs[0]), *args, **kwargs)
+        for cell, new in zip(self._cells, results[len(outputs) :], strict=True):
+            cell[0] = new
+        self.step_count.set_value(self.step_count.get_value() + 1)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def get_shared(self) -> list[SharedVariable]:
+        """Return all that a step reads or updates, for ``save_state`` and ``load_state``.
+
+        These are parameters and what layers keep, state and clocks of the optimizer, generators,
+        and learning rates that are shared variables.
+        """
+        return list(dict.fromkeys([*self.function.get_shared(), *self._updated, self.step_count]))
+
+    def _raise_for(self, loss: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        """Find out why the loss is not finite, and raise."""
+        scored = [
+            node.inputs[:2]
+            for node in applys_between([], [self._loss])
+            if isinstance(node.op, CrossEntropyLayer | ProbabilityCrossEntropyLayer)
+        ]
+        parameters = in_backward_order(self._parameters, self._loss)
+        graph = [*get_gradients(self._loss, parameters), *(ids for _, ids in scored)]
+        diagnose = function(self._inputs, graph, on_unused_input="ignore", **self._compile_kwargs)
+        values = [np.asarray(value) for value in diagnose(*args, **kwargs)]
+        fault = f"The loss is {loss} at step {int(self.step_count.get_value()) + 1}: "
+        kept = " Nothing was updated: parameters and optimizer are as they were before this step."
+
+        for (predictions, _), ids in zip(scored, values[len(parameters) :], strict=True):
+            n_classes: Any = predictions.type.shape[-1]
+            if ids.size and (ids.min() < 0 or ids.max() >= n_classes):
+                raise ValueError(
+                    f"{fault}targets run from {ids.min()} to {ids.max()}, but there are "
+                    f"{n_classes} classes, 0 to {n_classes - 1}.{kept} Pass ids of classes, or "
+                    "ignore_index for targets that do not count."
+                )
+        for parameter in parameters:
+            if not _is_finite(parameter.get_value(borrow=True)):
+                raise FloatingPointError(
+                    f"{fault}{parameter.name} is the first parameter on the way back from the loss "
+                    f"that is not finite, because its gradient was not in the step before.{kept} "
+                    "Go back to a checkpoint, and lower the learning rate."
+                )
+        gradients = values[: len(parameters)]
+        faulty = [
+            parameter.name
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+            if not _is_finite(gradient)
+        ]
+        if faulty:
+            raise FloatingPointError(
+                f"{fault}the gradient of {faulty[0]} is the first on the way back from the loss "
+                f"that is not finite, and so are {len(faulty)} of {len(parameters)}.{kept} Look at "
+                "this batch, lower the learning rate, or clip gradients with clip_by_global_norm."
+            )
+        raise FloatingPointError(
+            f"{fault}every gradient is finite.{kept} Look at this batch and at the loss."
+        )
+
+
+def in_backward_order(parameters: Sequence[Parameter], loss: TensorVariable) -> list[Parameter]:
+    """Return the parameters, those first that are used last on the way to the loss."""
+    last_use = {v: i for i, node in enumerate(toposort([loss])) for v in node.inputs}
+    return sorted(parameters, key=lambda parameter: -last_use[parameter])
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(np.isfinite(np.asarray(value)).all())
