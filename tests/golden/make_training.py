@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# No padding token: torch gives the embedding of one no gradient.
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -29,7 +30,6 @@ CONFIG = {
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "pad_token_id": 0,
 }
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -40,8 +40,7 @@ def main() -> None:
     folder = parser.parse_args().folder
 
     torch.manual_seed(7)
-    options = CONFIG.copy()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
     # Gains of one would hide a missing gain.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
