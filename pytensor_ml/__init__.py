@@ -3,6 +3,7 @@
 from importlib.metadata import version
 
 import pytensor_ml.dispatch as dispatch
+import pytensor_ml.rewriting as rewriting
 from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.pretrained import from_pretrained, load_network, save_network, save_pretrained
 from pytensor_ml.pytensorf import function
@@ -16,6 +17,7 @@ __all__ = [
     "function",
     "load_network",
     "load_state",
+    "rewriting",
     "save_network",
     "save_pretrained",
     "save_state",

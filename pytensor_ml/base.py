@@ -1,16 +1,28 @@
 """The classes every layer and every symbolic op of the package derives from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 from pytensor.compile.builders import OpFromGraph, SymbolicOp
+from pytensor.gradient import DisconnectedType, disconnected_type
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.null_type import NullType
+from pytensor.graph.op import Op
+from pytensor.graph.replace import graph_replace
+from pytensor.graph.traversal import graph_inputs
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
+
+from pytensor_ml.residuals import (
+    find_residuals,
+    on_stand_ins,
+    pull_back,
+    shapes_of_inputs,
+)
 
 
 class Layer(ABC):
@@ -34,17 +46,24 @@ class VariadicLayer(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-_made_ops: ContextVar[dict[Any, "LayerOp"] | None] = ContextVar("made_ops", default=None)
+_made_ops: ContextVar[dict[Any, Any] | None] = ContextVar("made_ops", default=None)
 
 
 @contextmanager
 def sharing_ops() -> Iterator[None]:
-    """Make ops of one class, props and input types one object, whose inner graph is built once."""
+    """Make equal ops one object, whose inner graph and pullback are built once."""
     token = _made_ops.set({})
     try:
         yield
     finally:
         _made_ops.reset(token)
+
+
+def shared_op[T: Op](op: T) -> T:
+    """Return the op equal to ``op`` that was made first within :func:`sharing_ops`."""
+    made = _made_ops.get()
+    found: T = op if made is None else made.setdefault(op, op)
+    return found
 
 
 class LayerOp(SymbolicOp):
@@ -106,6 +125,9 @@ class BlockOp(OpFromGraph):
         The graph; equal graphs make equal ops.
     update_map : dict from int to int
         Which outputs are new values of which inputs (:class:`StatefulOp`).
+    recompute : bool
+        Whether the pullback computes anew what it reads of the forward pass, which then takes no
+        memory in the meantime.
     **kwargs
         Passed on to OpFromGraph.
     """
@@ -116,13 +138,134 @@ class BlockOp(OpFromGraph):
         outputs: list[Variable],
         *,
         update_map: dict[int, int] | None = None,
+        recompute: bool = False,
         **kwargs: Any,
     ):
         super().__init__(inputs, outputs, **kwargs)
+        self.recompute = recompute
         self._update_map = update_map or {}
+        # By which of the outputs have a cotangent.
+        self._pullbacks: dict[tuple[bool, ...], _Pullback] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            super().__eq__(other)
+            and isinstance(other, BlockOp)
+            and self.recompute == other.recompute
+            and self._update_map == other._update_map
+        )
+
+    __hash__ = OpFromGraph.__hash__
 
     def update_map(self) -> dict[int, int]:
         return self._update_map
+
+    def pullback(
+        self,
+        inputs: Sequence[Variable],
+        outputs: Sequence[Variable],
+        cotangents: Sequence[Variable],
+    ) -> list[Variable]:
+        connected = tuple(not isinstance(v.type, DisconnectedType) for v in cotangents)
+        if connected not in self._pullbacks:
+            self._pullbacks[connected] = self._make_pullback(connected)
+        return self._pullbacks[connected](inputs, cotangents)
+
+    def _make_pullback(self, connected: tuple[bool, ...]) -> "_Pullback":
+        graph = self.fgraph.unfreeze()
+        inputs, outputs = list(graph.inputs), list(graph.outputs)
+        cotangents = [
+            v.type() if is_connected else disconnected_type()
+            for v, is_connected in zip(outputs, connected, strict=True)
+        ]
+        given = [v for v, is_connected in zip(cotangents, connected, strict=True) if is_connected]
+        gradients = pull_back(inputs, outputs, cotangents)
+        made = [v for v in gradients if not isinstance(v.type, DisconnectedType | NullType)]
+        # JAX takes lengths from arrays only, so they cannot be handed on.
+        lengths = [tuple(getattr(x, "shape", ())) for x in inputs]
+        replaced = graph_replace(
+            [*outputs, *made], shapes_of_inputs(made, inputs, lengths), strict=False
+        )
+        outputs, made = replaced[: len(outputs)], replaced[len(outputs) :]
+        residuals = [] if self.recompute else find_residuals(inputs, made, given)
+        stand_ins, made = on_stand_ins(made, residuals)
+        read = set(graph_inputs(made))
+        kept = [i for i, v in enumerate(inputs) if v in read]
+        return _Pullback(
+            forward=BlockWithResiduals(
+                inputs, [*outputs, *residuals], n_outputs=len(outputs), name=self.name
+            )
+            if residuals
+            else None,
+            op=BlockPullback(
+                [*(inputs[i] for i in kept), *stand_ins, *given],
+                made,
+                name=None if self.name is None else f"{self.name}Pullback",
+            ),
+            kept=kept,
+            gradient_types=[v.type for v in gradients],
+        )
+
+
+class BlockWithResiduals(BlockOp):
+    """A block whose further outputs are what its pullback reads.
+
+    A rewrite puts it into the block's place where there is a pullback.
+
+    Parameters
+    ----------
+    inputs, outputs : list of Variable
+        The graph: the block's outputs, then residuals.
+    n_outputs : int
+        How many outputs the block has.
+    **kwargs
+        Passed on to BlockOp.
+    """
+
+    def __init__(
+        self, inputs: list[Variable], outputs: list[Variable], *, n_outputs: int, **kwargs: Any
+    ):
+        super().__init__(inputs, outputs, **kwargs)
+        self.n_outputs = n_outputs
+        self._block = BlockOp(inputs, outputs[:n_outputs])
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.n_outputs == getattr(other, "n_outputs", None)
+
+    __hash__ = OpFromGraph.__hash__
+
+    def can_replace(self, op: Op) -> bool:
+        """Return whether the first outputs are those of ``op``."""
+        return type(op) is BlockOp and op.fgraph == self._block.fgraph
+
+
+class BlockPullback(BlockOp):
+    """The pullback of a block: what it reads of inputs, residuals and cotangents, to gradients."""
+
+
+class _Pullback(NamedTuple):
+    """How to add a block's pullback to a graph."""
+
+    forward: BlockWithResiduals | None
+    op: BlockPullback
+    kept: list[int]
+    gradient_types: list[Any]
+
+    def __call__(
+        self, inputs: Sequence[Variable], cotangents: Sequence[Variable]
+    ) -> list[Variable]:
+        residuals: list[Variable] = []
+        if self.forward is not None:
+            outputs: Any = self.forward(*inputs, return_list=True)
+            residuals = outputs[self.forward.n_outputs :]
+        given = [v for v in cotangents if not isinstance(v.type, DisconnectedType)]
+        read = [inputs[i] for i in self.kept]
+        gradients: Any = self.op(*read, *residuals, *given, return_list=True)
+        made = iter(gradients)
+        return [
+            graph_type() if isinstance(graph_type, DisconnectedType | NullType) else next(made)
+            for graph_type in self.gradient_types
+        ]
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from pytensor.tensor.random.op import RNGConsumerOp
 from pytensor.tensor.shape import Shape, Shape_i
 from pytensor.tensor.variable import TensorVariable
 
-from pytensor_ml.base import BlockOp
+from pytensor_ml.base import BlockOp, shared_op
 from pytensor_ml.pytensorf.collect import as_output_list, collect_non_trainable_updates
 from pytensor_ml.pytensorf.rewrite import rewrite_for_prediction
 
@@ -59,7 +59,10 @@ def Concatenate(tensors: Sequence[TensorLike], axis: int = 0) -> TensorVariable:
 
 
 def call_as_block(
-    call: Callable, *inputs: Variable | None, name: str | None = None
+    call: Callable,
+    *inputs: Variable | None,
+    name: str | None = None,
+    recompute: bool = False,
 ) -> Variable | list[Variable]:
     """Add ``call(*inputs)`` to the graph as one op that takes its parameters as inputs.
 
@@ -75,6 +78,9 @@ def call_as_block(
         What to call it with. None is handed on as it is and is no input of the op.
     name : str, optional
         Name of the op in printed graphs.
+    recompute : bool
+        Whether the pullback computes anew what it reads of the forward pass: a third more work, and
+        only the inputs are kept between the two. By default the op keeps what the pullback reads.
 
     Returns
     -------
@@ -112,15 +118,17 @@ def call_as_block(
     captured = [v for v in roots if v not in drawn]
     hoisted = [v for v in roots if v in drawn]
 
-    op = BlockOp(
+    made = BlockOp(
         [*stand_ins, *captured, *hoisted],
         inner,
         update_map={
             len(outputs) + i: len(stand_ins) + captured.index(parameter)
             for i, parameter in enumerate(updates)
         },
+        recompute=recompute,
         name=name,
     )
+    op = shared_op(made)
     made_outside = _draw_outside(hoisted, stand_ins, given) if hoisted else []
     block_outputs = as_output_list(op(*given, *captured, *made_outside))[: len(outputs)]
     for inner_output, output in zip(outputs, block_outputs, strict=True):

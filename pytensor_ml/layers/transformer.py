@@ -423,6 +423,9 @@ class TransformerStack(VariadicLayer):
     rotary : RotaryEmbedding, IntegerRotaryEmbedding, mapping from str to these, or None
         What makes the table from the positions. Of a mapping each block takes the one that its
         ``rotary_kind`` names. Without it positions have no influence.
+    recompute : bool
+        Whether gradients compute each block's forward pass anew from its input, so that training
+        keeps one input a block instead of all that the gradient reads, for a third more work.
 
     Raises
     ------
@@ -447,9 +450,11 @@ class TransformerStack(VariadicLayer):
         blocks: Sequence[DecoderBlock | TransformerBlock],
         *,
         rotary: TableBuilder | Mapping[str, TableBuilder] | None,
+        recompute: bool = False,
     ):
         self.name = resolve_layer_name(name, "TransformerStack")
         self.blocks = list(blocks)
+        self.recompute = recompute
         self.rotary = rotary
         for block in self.blocks:
             builder = self._rotary_of(block)
@@ -514,7 +519,15 @@ class TransformerStack(VariadicLayer):
         outputs = []
         with sharing_ops():
             for block, rope in zip(self.blocks, ropes, strict=True):
-                [hidden] = _as_one_op(block, hidden, rope, mask=mask, x_mod=x_mod, valid=valid)
+                [hidden] = _as_one_op(
+                    block,
+                    hidden,
+                    rope,
+                    mask=mask,
+                    x_mod=x_mod,
+                    valid=valid,
+                    recompute=self.recompute,
+                )
                 outputs.append(hidden)
         return hidden, [outputs[i] for i in tap_blocks]
 
@@ -721,6 +734,7 @@ def _as_one_op(
     x_mod: TensorVariable | None = None,
     valid: TensorVariable | None = None,
     cache: KVCache | None = None,
+    recompute: bool = False,
 ) -> list[Any]:
     moe = getattr(block, "feed_forward", None)
     watched = ("load", "balance_loss") if isinstance(moe, MoE) else ()
@@ -747,7 +761,17 @@ def _as_one_op(
         return [y, *new, *(getattr(moe, what) for what in watched)]
 
     outputs = as_output_list(
-        call_as_block(call, x, rope, mask, x_mod, valid, *(cache or ()), name=type(block).__name__)
+        call_as_block(
+            call,
+            x,
+            rope,
+            mask,
+            x_mod,
+            valid,
+            *(cache or ()),
+            name=type(block).__name__,
+            recompute=recompute,
+        )
     )
     # What the call left on the layer are variables inside the op.
     for what in reversed(watched):

@@ -1,1 +1,3 @@
 """Graph rewrites."""
+
+from pytensor_ml.rewriting import blocks as blocks

@@ -25,6 +25,7 @@ def specialize_block(fgraph: FunctionGraph, node: Apply) -> list[Variable] | Non
         [inner.inputs[i] for i in kept],
         list(inner.outputs),
         update_map={write: kept.index(read) for write, read in op.update_map().items()},
+        recompute=op.recompute,
         name=op.name,
     )
     return as_output_list(specialized(*(node.inputs[i] for i in kept)))

@@ -26,7 +26,7 @@ from pytensor.tensor.signal.conv import Convolve1d, Convolve2d
 from pytensor.tensor.sort import ArgSortOp, SortOp
 
 from pytensor_ml import generation, state
-from pytensor_ml.base import BlockOp
+from pytensor_ml.base import BlockOp, BlockPullback, BlockWithResiduals
 from pytensor_ml.layers import (
     attention,
     dropout,
@@ -188,7 +188,9 @@ OPS: dict[str, type[Op]] = _by_name(
 REDUCTIONS: dict[str, Any] = _by_name(math.All, math.Any, math.Max, math.Min, math.Prod, math.Sum)
 
 # Ops that a graph in the file defines.
-GRAPH_OPS: dict[str, type[OpFromGraph]] = _by_name(BlockOp, OpFromGraph)
+GRAPH_OPS: dict[str, type[OpFromGraph]] = _by_name(
+    BlockOp, BlockPullback, BlockWithResiduals, OpFromGraph
+)
 
 SCALAR_OPS: dict[str, ScalarOp] = {
     type(op).__name__: op

@@ -18,7 +18,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.type import TensorType
 
-from pytensor_ml.base import BlockOp
+from pytensor_ml.base import BlockOp, BlockWithResiduals
 from pytensor_ml.serialize.allowed import (
     DEFAULT_PROPS,
     GRAPH_OPS,
@@ -203,10 +203,19 @@ class GraphReader:
         inline = entry_of(value, "inline", bool, where)
         props = entry_of(value, "props", dict, where)
         inputs, outputs = self._inner(value, where)
-        if kind is not BlockOp:
+        if not issubclass(kind, BlockOp):
             check_keys(props, [], f"{where}.props")
             return kind(inputs, outputs, inline=inline, name=name)
-        check_keys(props, ["update_map"], f"{where}.props")
+        has_residuals = issubclass(kind, BlockWithResiduals)
+        check_keys(
+            props, ["update_map", "recompute", *["n_outputs"] * has_residuals], f"{where}.props"
+        )
+        options = {}
+        if has_residuals:
+            n_outputs = entry_of(props, "n_outputs", int, f"{where}.props")
+            item(outputs, n_outputs - 1, f"{where}.props.n_outputs", "output")
+            options["n_outputs"] = n_outputs
+        recompute = entry_of({"recompute": False, **props}, "recompute", bool, f"{where}.props")
         place = f"{where}.props.update_map"
         pairs = prop_from_json(props.get("update_map", {"__tuple__": []}), place)
         if not isinstance(pairs, tuple) or not all(map(is_pair, pairs)):
@@ -216,7 +225,15 @@ class GraphReader:
             old = item(inputs, read, place, "input")
             if not _says_no_more(old.type, new.type):
                 raise ValueError(f"{where} updates a state of type {old.type} to {new.type}")
-        return BlockOp(inputs, outputs, update_map=dict(pairs), inline=inline, name=name)
+        return kind(
+            inputs,
+            outputs,
+            update_map=dict(pairs),
+            recompute=recompute,
+            inline=inline,
+            name=name,
+            **options,
+        )
 
     def _scan(self, value: dict[str, Any], where: str) -> Scan:
         options = {"truncate_gradient": int, "allow_gc": bool, "strict": bool}

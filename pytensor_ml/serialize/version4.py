@@ -9,7 +9,7 @@ from typing import Any
 
 from pytensor_ml.base import BlockOp
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback
-from pytensor_ml.serialize.allowed import DEFAULT_PROPS, OPS, qualified_name
+from pytensor_ml.serialize.allowed import DEFAULT_PROPS, GRAPH_OPS, OPS, qualified_name
 from pytensor_ml.serialize.values import check_keys, entry_of, prop_to_json, without_runs
 from pytensor_ml.serialize.write import frozen
 
@@ -23,7 +23,7 @@ def to_version_4(document: Mapping[str, Any]) -> dict[str, Any] | None:
     graphs = [document, *(op["inner"] for op in ops if "inner" in op)]
     uses = [op for graph in graphs for op, _, _ in graph["nodes"]]
     for i, op in enumerate(ops):
-        is_block = op.get("type") == qualified_name(BlockOp)
+        is_block = issubclass(GRAPH_OPS.get(op.get("type", ""), object), BlockOp)
         is_option = op["family"] == "careduce" and "props" in op
         if is_block or is_option or ("inner" in op and uses.count(i) > 1):
             return None

@@ -125,13 +125,19 @@ class GraphWriter:
         # PyTensor keeps here what it has found out, too.
         if op._connection_pattern not in (None, io_connection_pattern(*_ends_of(op.fgraph))):
             raise TypeError("it has a connection pattern that its graph has not")
-        updates = op.update_map() if isinstance(op, BlockOp) else {}
+        props = {}
+        if isinstance(op, BlockOp):
+            props = {
+                "update_map": prop_to_json(tuple(op.update_map().items())),
+                "recompute": op.recompute,
+                "n_outputs": getattr(op, "n_outputs", None),
+            }
         return {
             "family": "inner_graph",
             "type": qualified_name(type(op)),
             "inline": op.is_inline,
             "name": op.name,
-            "props": {"update_map": prop_to_json(tuple(updates.items()))} if updates else {},
+            "props": {k: v for k, v in props.items() if v not in (None, False, {"__tuple__": []})},
             "inner": self.graph(*_ends_of(op.fgraph)),
         }
 
