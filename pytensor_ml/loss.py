@@ -322,13 +322,11 @@ def dense_cross_entropy(
         q = q + pt.constant(label_smoothing, dtype=dtype) / n_classes
     # Where q is 0, a logarithm of -inf must reach neither the loss nor the gradient.
     counts = pt.neq(q, zero)
-    if from_logits:
-        shifted = predictions - row_shift(predictions)
-        log_sums = pt.log(last_axis(pt.exp(shifted)))[..., None]
-        terms = log_sums - pt.where(counts, shifted, zero)
-    else:
-        terms = -pt.log(pt.where(counts, predictions, one))
-    return last_axis(q * terms)
+    if not from_logits:
+        return -last_axis(q * pt.log(pt.where(counts, predictions, one)))
+    shifted = predictions - row_shift(predictions)
+    log_sums = pt.log(last_axis(pt.exp(shifted)))
+    return log_sums * last_axis(q) - last_axis(q * pt.where(counts, shifted, zero))
 
 
 def reduced(
