@@ -19,6 +19,7 @@ from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.residuals import (
     find_residuals,
+    merged,
     on_stand_ins,
     pull_back,
     shapes_of_inputs,
@@ -186,6 +187,7 @@ class BlockOp(OpFromGraph):
         replaced = graph_replace(
             [*outputs, *made], shapes_of_inputs(made, inputs, lengths), strict=False
         )
+        replaced = merged([*inputs, *given], replaced)
         outputs, made = replaced[: len(outputs)], replaced[len(outputs) :]
         residuals = [] if self.recompute else find_residuals(inputs, made, given)
         stand_ins, made = on_stand_ins(made, residuals)

@@ -6,9 +6,12 @@ from typing import Any
 from pytensor.compile.builders import infer_shape
 from pytensor.gradient import DisconnectedType, grad
 from pytensor.graph.basic import Constant, Variable
+from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import graph_replace
+from pytensor.graph.rewriting.basic import MergeOptimizer
 from pytensor.graph.traversal import ancestors, toposort
 from pytensor.tensor.basic import as_tensor, stack
+from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.shape import Shape, Shape_i
 
 
@@ -59,7 +62,8 @@ def find_residuals(
 ) -> list[Variable]:
     """Return what ``gradients`` read of the forward pass, ``inputs`` aside.
 
-    Views and shapes are not among it, but what they are of: to make them again costs nothing.
+    Views and shapes are not among it, but what they are of, and neither is what follows element by
+    element from the rest: to make them again costs less than to keep them.
     """
     nodes = list(toposort(list(gradients)))
     dependent = set(cotangents)
@@ -84,7 +88,28 @@ def find_residuals(
             read += v.owner.inputs
         else:
             found[v] = None
-    return list(found)
+
+    def is_kept(v: Variable) -> bool:
+        return v in found or v in inputs or isinstance(v, Constant) or follows(v)
+
+    def follows(v: Variable) -> bool:
+        is_cheap = v.owner is not None and (
+            isinstance(v.owner.op, Elemwise) or _is_view(v) or _is_of_shapes(v)
+        )
+        return is_cheap and all(map(is_kept, v.owner.inputs))
+
+    for v in [v for node in reversed(nodes) for v in node.outputs if v in found]:
+        del found[v]
+        if not follows(v):
+            found[v] = None
+    return [v for node in nodes for v in node.outputs if v in found]
+
+
+def merged(inputs: Sequence[Variable], outputs: Sequence[Variable]) -> list[Variable]:
+    """Return ``outputs`` with one node for all that are equal."""
+    fgraph = FunctionGraph(list(inputs), list(outputs), clone=False)
+    MergeOptimizer().rewrite(fgraph)
+    return list(fgraph.outputs)
 
 
 def on_stand_ins(
