@@ -75,10 +75,10 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
     scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
     window = NO_WINDOW if op.window is None else op.window
 
+    has_mask_gradient = len(node.outputs) == 4
+
     @numba_njit
-    def gradients(
-        q: Array, k: Array, v: Array, g: Array, mask: Any = None, dmask: Any = None
-    ) -> Any:
+    def gradients(q: Array, k: Array, v: Array, g: Array, mask: Any = None) -> Any:
         check_shapes(q, k, v, mask)
         if g.shape[:3] != q.shape[:3] or g.shape[3] != v.shape[3]:
             raise ValueError("Attention got a gradient whose shape differs from its output's")
@@ -88,6 +88,8 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
         per_block = max(1, BLOCK // group)
         dq = np.empty(q.shape, q.dtype)
         dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+        if has_mask_gradient:
+            dmask = np.zeros(mask.shape)
         for b in range(n_batch):
             if mask is None:
                 seen = None
@@ -115,7 +117,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
                     dy = gather(g, b, h * group, group, i, n, 1.0)
                     dscores = inner_products(dy, values, low, stop)
                     softmax_pullback(scores, total, dscores)
-                    if dmask is not None:
+                    if has_mask_gradient:
                         add_block(dmask, dscores, b, h * group, i, n, low)
                     if softcap is not None:
                         cap_pullback(capped, softcap, dscores)
@@ -123,17 +125,11 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
                     scatter(weighted_sums(dscores, keys, low, stop), total, dq, b, h * group, i, n)
                     add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
                     add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
+        if has_mask_gradient:
+            return dq, dk, dv, dmask.astype(mask.dtype)
         return dq, dk, dv
 
-    if len(node.outputs) == 3:
-        return gradients, cache_key(op, node)
-
-    @numba_njit
-    def gradients_with_mask(q: Array, k: Array, v: Array, g: Array, mask: Any) -> Any:
-        dmask = np.zeros(mask.shape)
-        return *gradients(q, k, v, g, mask, dmask), dmask.astype(mask.dtype)
-
-    return gradients_with_mask, cache_key(op, node)
+    return gradients, cache_key(op, node)
 
 
 @register_kernel(CachedAttentionLayer)

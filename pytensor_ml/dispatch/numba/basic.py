@@ -5,9 +5,10 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+from numba.core.caching import FunctionCache
 from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply
-from pytensor.link.numba.cache import CACHED_SRC_FUNCTIONS, compile_numba_function_src
+from pytensor.link.numba.cache import compile_numba_function_src
 from pytensor.link.numba.dispatch.basic import numba_njit, register_funcify_and_cache_key
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
@@ -64,16 +65,26 @@ def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:
     """
     if key is None:
         return function, key
-    cached = function.py_func
-    if cached.__closure__ or not cached.__globals__.get("__name__"):
-        # Numba's cache takes closures for other functions in each process.
-        cached = compile_numba_function_src(
-            f"def {function.__name__}(*args): return function(*args)",
-            function.__name__,
-            {"function": function, "__name__": __name__},
-        )
-    CACHED_SRC_FUNCTIONS[cached] = f"{key}_apart_fastmath{int(config.numba__fastmath)}"
-    return call_by_symbol(numba_njit(cached, cache=True)), key
+    return call_by_symbol(cached_as(function, f"{key}_apart")), key
+
+
+def cached_as(function: Any, key: str) -> Any:
+    """Let Numba cache ``function``, a closure or not, by ``key`` and the types of arguments alone.
+
+    Numba's cache takes closures for other functions in each process, and a wrapper for it would
+    make Numba compile everything twice.
+    """
+    if not config.numba__cache:
+        return function
+    name = function.py_func.__name__
+    stand_in = compile_numba_function_src(
+        f"def {name}(): pass",
+        name,
+        {"__name__": __name__},
+        cache_key=f"{key}_fastmath{int(config.numba__fastmath)}",
+    )
+    function._cache = FunctionCache(stand_in)
+    return function
 
 
 def numba_funcify_block(op: BlockOp, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from pytensor.link.numba.linker import NumbaLinker
 from pytensor.link.utils import raise_with_op
 
 from pytensor_ml.base import BlockOp
+from pytensor_ml.dispatch.numba.basic import cached_as
 
 # Numba takes seconds for each hundred arrays that a function takes, more than in proportion.
 MAX_ARRAYS = 64
@@ -27,7 +28,18 @@ class BlockwiseNumbaLinker(NumbaLinker):
 
     What is compiled is then the node, once for all equal ones, so that the time of compiling does
     not grow with the number of blocks. A node costs some microseconds more to call.
+
+    A whole graph is cached without the wrapper that PyTensor's linker compiles around it, which
+    takes Numba as long as the graph.
     """
+
+    def fgraph_convert(self, fgraph: FunctionGraph, *args: Any, **kwargs: Any) -> Any:
+        return numba_funcify_and_cache_key(fgraph, *args, **kwargs)
+
+    def jit_compile(self, fn: Any) -> Any:
+        function, key = fn
+        run = numba_njit(function.py_func, final_function=True, no_cfunc_wrapper=True)
+        return run if key is None else cached_as(run, f"{key}_whole")
 
     def create_jitable_thunk(
         self,

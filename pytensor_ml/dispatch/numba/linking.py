@@ -37,6 +37,8 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
             if result.signature.args != (starred,):
                 [packed] = values
                 values = [builder.extract_value(packed, i) for i in range(len(args))]
+                # Parameters left to their defaults are passed as nothing.
+                values += [None] * (len(folded) - len(args))
             environment = _environment_of(dispatcher, result)
             context.declare_env_global(builder.module, environment.env_name)
             return context.call_internal(builder, result.fndesc, result.signature, values)

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from pytensor.link.numba.cache import compile_numba_function_src
 from pytensor.link.numba.dispatch.basic import numba_njit
+from pytensor_ml.dispatch.numba.basic import cached_as
 from pytensor_ml.dispatch.numba.linking import call_by_symbol
 
 def cached(source, name, **names):
@@ -20,12 +21,15 @@ def cached(source, name, **names):
     function = compile_numba_function_src(source, name, names, cache_key=f"{name}_key")
     return numba_njit(function, cache=True, final_function=True)
 
-inner = cached('''
-def inner(x, y):
-    if x.shape[0] > 3:
-        raise ValueError("too long")
-    return x + y, x.sum()
-''', "inner")
+def make_inner(limit):
+    def inner(x, y, shift=None):
+        if x.shape[0] > limit:
+            raise ValueError("too long")
+        return x + y, x.sum()
+
+    return cached_as(numba_njit(inner, final_function=True), "inner_key")
+
+inner = make_inner(3)
 middle = cached("def middle(*args): return inner(*args)", "middle", inner=call_by_symbol(inner))
 linked = cached("def linked(*args): return middle(*args)", "linked", middle=call_by_symbol(middle))
 name, *lost = sys.argv[1:]
