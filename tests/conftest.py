@@ -17,11 +17,10 @@ def pytest_configure(config):
 
     import pytensor
 
-    from pytensor_ml.pytensorf import BACKENDS, backend_mode
+    from pytensor_ml.pytensorf import backend_mode
 
     backend = config.getoption("backend")
-    backend_mode(backend)
-    pytensor.config.mode = BACKENDS[backend]
+    pytensor.config.mode = backend_mode(backend)
 
 
 def pytest_report_header(config):
