@@ -24,7 +24,7 @@ def swiglu(x, gate, up, down):
 def rotate(head, positions, theta):
     """Rotate one head (tokens, head_dim): channel j with j + head_dim // 2."""
     half = len(theta)
-    angles = np.array([[int(p) * float(t) for t in theta] for p in positions])
+    angles = np.outer(positions, theta)
     first, second = head[:, :half], head[:, half:]
     return np.concatenate(
         [
