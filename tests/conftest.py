@@ -1,6 +1,11 @@
-"""The suite runs on one backend: ``--backend c|numba|jax|mlx``, ``--floatX float32|float64``."""
+"""The suite runs on one backend: ``--backend c|numba|jax|mlx``, ``--floatX float32|float64``.
 
+Whoever runs it on several saves time by ``-m "not compiles_nothing"`` on all but one.
+"""
+
+import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +28,30 @@ def pytest_configure(config):
     pytensor.config.mode = backend_mode(backend)
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent / "serialize"):
+            item.add_marker("compiles_nothing")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Hold a test and its fixtures to what its marker says."""
+    if item.get_closest_marker("compiles_nothing") is None:
+        return (yield)
+
+    import pytensor
+    from pytensor.compile.mode import Mode
+    from pytensor.link.basic import PerformLinker
+
+    class Refusing(PerformLinker):
+        def accept(self, *args, **kwargs):
+            raise AssertionError("A test that is marked as one that compiles nothing compiles.")
+
+    with pytensor.config.change_flags(mode=Mode(linker=Refusing())):
+        return (yield)
+
+
 def pytest_report_header(config):
     return f"backend: {config.getoption('backend')}, floatX: {config.getoption('floatX')}"
 
@@ -35,3 +64,11 @@ def backend(request):
 @pytest.fixture(scope="session")
 def floatX(request):
     return request.config.getoption("floatX")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_lives_on_is_no_garbage():
+    """Let the collector run seldom, and spare it what earlier modules left for good."""
+    gc.set_threshold(20_000)
+    gc.collect()
+    gc.freeze()

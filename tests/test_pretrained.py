@@ -385,6 +385,7 @@ def test_published_checkpoints_come_as_graphs(tmp_path):
     assert len(as_output_list(logits)) == 1
 
 
+@pytest.mark.compiles_nothing
 def test_a_killed_process_leaves_the_old_network_or_the_new(tmp_path):
     if not hasattr(os, "fork"):
         pytest.skip("processes cannot be forked here")
