@@ -21,6 +21,7 @@ from pytensor_ml.models.loading.safetensors import (
     SafetensorsCheckpoint,
     is_unicode,
     read_metadata,
+    without_duplicates,
 )
 
 _FORMAT_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "BF16"}
@@ -363,7 +364,7 @@ def _state_from_json(value: Any, like: Any, where: str) -> Any:
 
 def _parsed_state(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} does not hold valid JSON: {error}") from error
 

@@ -71,7 +71,10 @@ def load_causal_lm(path: str | Path) -> CausalLM:
             "most would stay empty. Take the config.json that belongs to the weights."
         )
     with config.change_flags(floatX="float32"), initial_values_from(_PlaceholderInitializer()):
-        model, keys = build_model(checkpoint.config)
+        try:
+            model, keys = build_model(checkpoint.config)
+        except ValueError as error:
+            raise ValueError(f"{path} was not loaded: {error}") from error
     # Older versions of transformers saved the frequencies, which follow from the config.
     surplus = [key for key in keys.load(checkpoint) if not key.endswith("rotary_emb.inv_freq")]
     if surplus:

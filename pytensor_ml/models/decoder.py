@@ -291,8 +291,16 @@ def _rotary(
             raise ValueError(f"The config's rotary settings make no table: {error}") from error
 
     if rope is None:
-        settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        return build("rotary_emb", {"rope_theta": config.get("rope_theta")} | settings)
+        named = {"rope_theta": config.get("rope_theta")}
+        settings = [config.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+        for name in {name for given in settings for name in given}:
+            values = [given[name] for given in (named, *settings) if given.get(name) is not None]
+            if any(value != values[0] for value in values):
+                raise ValueError(
+                    f"The config has several values of {name}, {_brief(values)}, and only one can "
+                    "be used. Take the config.json that belongs to the weights."
+                )
+        return build("rotary_emb", named | settings[0] | settings[1])
     return {kind: build(f"rotary_emb_{kind}", rope[kind]) for kind in sorted(set(layer_types))}
 
 

@@ -307,8 +307,9 @@ DEFAULT_PROPS: dict[Any, Mapping[str, Any]] = {
 LARGEST_PROP = 4096
 # ... but for these props, by which no graph grows.
 UNBOUNDED_PROPS = {"base", "n_embeddings", "n_features", "n_in", "n_out", "scaling", "window"}
-# A graph of 256 rounds of a maximum takes a second to build.
-SMALLER_PROPS = {"top_k": 256, "top_k_groups": 256}
+# A graph of 256 rounds of a maximum takes a second to build, be they of one op or of several.
+SMALLER_PROPS = {"top_k": 128, "top_k_groups": 128}
+MOST_ROUNDS = 192
 
 # These make constants as long as an axis of their inputs, which a file may claim to be of any
 # length.
@@ -325,7 +326,7 @@ GROWING_OPS = (
 )
 LONGEST_AXIS = 2**20
 # Inputs of all nodes; a short file could refer to all variables at each node.
-MOST_REFERENCES = 2**20
+MOST_REFERENCES = 2**17
 
 
 def as_published(op: Op, inputs: Sequence[Variable]) -> Op:

@@ -27,6 +27,7 @@ from pytensor_ml.serialize.allowed import (
     LARGEST_PROP,
     LONGEST_AXIS,
     MOST_REFERENCES,
+    MOST_ROUNDS,
     OPS,
     REDUCTIONS,
     SCALAR_OPS,
@@ -62,7 +63,7 @@ class GraphReader:
         ]
         self._ops: list[Op] = []
         self._typed: dict[Any, Op] = {}
-        self._references = 0
+        self._references = self._rounds = 0
         for i, value in _entries(document, "ops"):
             self._ops.append(self._op(value, f"ops[{i}]"))
 
@@ -136,7 +137,7 @@ class GraphReader:
                     f"it; at most {LONGEST_AXIS} are allowed"
                 )
         try:
-            node = self._node(op, inputs)
+            node = self._node(op, inputs, where)
         except Exception as error:
             raise ValueError(f"{where} has inputs that {op} does not take: {error}") from error
         if node.inputs != inputs:
@@ -152,12 +153,18 @@ class GraphReader:
             )
         return node
 
-    def _node(self, op: Any, inputs: list[Variable]) -> Apply:
+    def _node(self, op: Any, inputs: list[Variable], where: str) -> Apply:
         if not isinstance(op, SymbolicOp):
             return op.make_node(*inputs)
         # Such an op has a graph for the types it is called with; equal calls share it.
         key = (id(op), tuple(x.type for x in inputs))
         if key not in self._typed:
+            self._rounds += sum(getattr(op, prop, 0) for prop in SMALLER_PROPS)
+            if self._rounds > MOST_ROUNDS:
+                raise ValueError(
+                    f"{where} and the nodes before it select by {self._rounds} rounds of a "
+                    f"maximum, counted once for equal ones, and at most {MOST_ROUNDS} are allowed"
+                )
             outputs: Any = as_published(op, inputs)(*inputs, return_list=True)
             self._typed[key] = outputs[0].owner.op
         return self._typed[key].make_node(*inputs)
@@ -315,7 +322,7 @@ def _simple_op(value: dict[str, Any], where: str) -> Any:
     check_keys(value, ["family", "type", "props"], where)
     kind = _allowed(OPS, entry_of(value, "type", str, where), f"{where}.type")
     props = entry_of(value, "props", dict, where)
-    if kind.__module__.startswith("pytensor."):
+    if kind.__module__.startswith(("pytensor.", "pytensor_ml.")):
         _check_texts(props, f"{where}.props")
     op = _rebuilt(kind, props, where)
     if isinstance(op, RandomVariable):
@@ -329,12 +336,12 @@ def _simple_op(value: dict[str, Any], where: str) -> Any:
 
 
 def _check_texts(value: Any, where: str) -> None:
-    """Raise if a prop holds a text that could be code: PyTensor compiles some of them."""
+    """Raise if a prop holds a text that could be code: some are compiled."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check_texts(part, where)
     elif isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_(),> .-]{0,200}", value):
-        raise ValueError(f"{where} holds the text {value[:100]!r}, which no op of PyTensor has")
+        raise ValueError(f"{where} holds the text {value[:100]!r}, which no op here has")
 
 
 def _scalar_op(value: Any, where: str) -> Any:

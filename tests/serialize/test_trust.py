@@ -231,7 +231,7 @@ ATTACKS = {
     "prop of text": (
         4,
         lambda c: leaf(c, "RMSNormLayer")["props"].update(epsilon="__import__('os')"),
-        "does not take",
+        "holds the text",
     ),
     "prop that is NaN": (
         4,
@@ -565,6 +565,37 @@ def test_a_random_op_is_the_one_that_its_class_says(prop, text, match):
 def test_no_number_in_a_file_makes_a_graph_huge(name):
     graph = graph_of(*HUGE[name], tensor_type([5]))
     assert_refused(lambda: deserialize_graph(graph), "at most|but has 1 outputs|is allowed")
+
+
+def graph_of_nodes(types, ops, inputs, nodes):
+    return {
+        "types": types,
+        "constants": [],
+        "ops": ops,
+        "inputs": inputs,
+        "nodes": nodes,
+        "outputs": [10**6],
+    }
+
+
+def test_no_number_of_equal_parts_takes_long():
+    add = {"family": "elemwise", "scalar_op": {"family": "scalar", "type": "Add"}}
+    many = graph_of_nodes([tensor_type([3])], [add], [0] * 1000, [[0, [[0, 1000]] * 1000, [0]]])
+    assert_refused(lambda: deserialize_graph(many), "over 131072 inputs")
+    types = [tensor_type([5, 300]), tensor_type([None, None], "int32")]
+    types += [tensor_type([None, None]), tensor_type([None], "int32")]
+    routers = [router(top_k=i + 1) for i in range(64)]
+    nodes = [[i, [0], [1, 2, 3]] for i in range(64)]
+    selecting = graph_of_nodes(types, routers, [0], nodes)
+    assert_refused(lambda: deserialize_graph(selecting), "at most 192 are allowed")
+
+
+@pytest.mark.parametrize("text", ['0);system("id");(', "a" * 300, "{x}"])
+def test_no_prop_of_an_op_here_is_a_text_that_could_be_code(text):
+    op = router()
+    op["props"]["bias_update_factor"] = text
+    graph = graph_of(op, [tensor_type([5, 8])], tensor_type([5]))
+    assert_refused(lambda: deserialize_graph(graph), "holds the text")
 
 
 def test_no_value_of_a_file_is_computed_while_its_graph_is_built():

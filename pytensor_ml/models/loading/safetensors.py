@@ -62,7 +62,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self._folder = path if path.is_dir() else path.parent
         self._entries = _read_folder(path) if path.is_dir() else read_header(path)
         for key, entry in self._entries.items():
-            if entry.dtype == "BOOL" and (self._mapped(entry).view(np.uint8) > 1).any():
+            if entry.dtype == "BOOL" and not _holds_truths(entry):
                 raise ValueError(
                     f"{entry.path} is damaged: {key} is of truth values and holds bytes "
                     "other than 0 and 1. Fetch or write the file again."
@@ -84,15 +84,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def read(self, key: str) -> np.ndarray:
         entry = self._entries[key]
-        array = self._mapped(entry)
-        return widen_bfloat16(array) if entry.dtype == "BF16" else array
-
-    def _mapped(self, entry: "Entry") -> np.ndarray:
-        return np.asarray(
-            np.memmap(
-                entry.path, DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
-            )
+        array = np.memmap(
+            entry.path, DTYPES[entry.dtype], mode="r", offset=entry.offset, shape=entry.shape
         )
+        return widen_bfloat16(array) if entry.dtype == "BF16" else np.asarray(array)
 
 
 def widen_bfloat16(words: np.ndarray) -> np.ndarray:
@@ -107,6 +102,18 @@ class Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+
+def _holds_truths(entry: Entry) -> bool:
+    left = prod(entry.shape)
+    with entry.path.open("rb") as file:
+        file.seek(entry.offset)
+        # In parts, since nothing tells yet that the tensor is wanted.
+        while part := file.read(min(left, 2**20)):
+            left -= len(part)
+            if part.strip(b"\0\1"):
+                return False
+    return True
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -156,7 +163,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _read_json_header(path: Path) -> tuple[dict[str, Any], int]:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}, so there are no "
+            f"{path} {_is_no_file(path)}, so there are no "
             "weights to load. Pass a safetensors file or a folder that holds one."
         )
     size = path.stat().st_size
@@ -216,15 +223,16 @@ def _parse_entry(path: Path, name: str, value: Any, start: int) -> tuple[str, in
 
 
 def _read_folder(folder: Path) -> dict[str, Entry]:
-    if not (folder / INDEX).is_file():
-        if not (folder / WEIGHTS).is_file():
-            found = sorted(file.name for file in folder.glob("*.safetensors"))
-            raise FileNotFoundError(
-                f"{folder} has neither {WEIGHTS} nor {INDEX} (it has these safetensors files: "
-                f"{', '.join(found) or 'none'}), so there are no weights to load. Pass one of the "
-                "files, or add the index of the shards."
-            )
+    # The one that transformers takes where both are there.
+    if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        found = sorted(file.name for file in folder.glob("*.safetensors"))
+        raise FileNotFoundError(
+            f"{folder} has neither {WEIGHTS} nor {INDEX} (it has these safetensors files: "
+            f"{', '.join(found) or 'none'}), so there are no weights to load. Pass one of the "
+            "files, or add the index of the shards."
+        )
     index = folder / INDEX
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(v, str) for v in shard_of.values()):
@@ -232,23 +240,25 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
             f"{index} has no `weight_map` from tensor to file name. Fetch or write the index again."
         )
     shards = {name: folder / name for name in sorted(set(shard_of.values()))}
-    for name, path in shards.items():
+    for name in shards:
         if not _is_file_name(name):
             raise ValueError(
                 f"{index} names the file {_brief(ascii(name))}, which no file can be called. Fetch "
                 "or write the index again."
             )
+    absent = [name for name, path in shards.items() if not os.path.lexists(path)]
+    if absent:
+        raise FileNotFoundError(
+            f"{index} names shards that do not exist: {', '.join(absent[:20])}"
+            f"{f' and {len(absent) - 20} others' if len(absent) > 20 else ''}. Fetch them too."
+        )
+    for name, path in shards.items():
         if not _is_inside(path, folder):
             raise ValueError(
                 f"{index} names the file {name!r}, which lies outside the folder (at "
                 f"{os.path.realpath(path)}), so that a model could read any file. "
                 "Put the shards into the folder and name them without a path."
             )
-    absent = [name for name, path in shards.items() if not path.is_file()]
-    if absent:
-        raise FileNotFoundError(
-            f"{index} names shards that do not exist: {', '.join(absent)}. Fetch them too."
-        )
     entries: dict[str, Entry] = {}
     for name, path in shards.items():
         held = read_header(path)
@@ -261,6 +271,12 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
             )
         entries |= held
     return entries
+
+
+def _is_no_file(path: Path) -> str:
+    if path.is_dir():
+        return "is a folder"
+    return "is no ordinary file" if path.exists() else "does not exist"
 
 
 def _is_file_name(name: str) -> bool:
@@ -280,7 +296,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} {'is a folder' if path.is_dir() else 'does not exist'}, so what the model is "
+            f"{path} {_is_no_file(path)}, so what the model is "
             "stays unknown. Pass the config.json itself, or the folder that holds it, as the "
             "function asks."
         )
@@ -303,7 +319,7 @@ def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
             "since no model needs as many. Fetch or write it again."
         )
     try:
-        parsed = json.loads(data.decode(), object_pairs_hook=_without_duplicates)
+        parsed = json.loads(data.decode(), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} does not hold valid JSON where it should: {error}. Fetch or write it again."
@@ -316,7 +332,8 @@ def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, or raise if it has a name twice."""
     result = dict(pairs)
     if len(result) < len(pairs):
         [(name, _)] = Counter(name for name, _ in pairs).most_common(1)

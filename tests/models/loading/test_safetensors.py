@@ -64,17 +64,21 @@ def test_config_is_read_from_beside_the_weights(tmp_path):
         SafetensorsCheckpoint(tmp_path).config  # noqa: B018
 
 
-def test_only_what_is_read_takes_memory(tmp_path):
-    header = {"big": entry([1 << 24], 0, 1 << 26), "small": entry([2], 1 << 26, (1 << 26) + 8)}
+@pytest.mark.parametrize(("dtype", "size"), [("F32", 4), ("BOOL", 1)])
+def test_only_what_is_read_takes_memory(tmp_path, dtype, size):
+    header = {
+        "big": entry([(1 << 26) // size], 0, 1 << 26, dtype),
+        "small": entry([2], 1 << 26, (1 << 26) + 8),
+    }
     path = write_raw(tmp_path / "model.safetensors", header)
     os.truncate(path, path.stat().st_size + (1 << 26) + 8)
     tracemalloc.start()
     checkpoint = SafetensorsCheckpoint(tmp_path)
-    assert checkpoint.shape("big") == (1 << 24,)
+    assert checkpoint.shape("big") == ((1 << 26) // size,)
     assert checkpoint.read("small").shape == (2,)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1e6
+    assert peak < 4e6
 
 
 BROKEN = {
@@ -108,6 +112,10 @@ BROKEN = {
     "header of another Unicode": (('{"w": 1}'.encode("utf-16"),), "valid JSON"),
     "header of 20 megabytes": ((b"{" + b" " * 20_000_000 + b"}",), "20000002 bytes"),
     "header of a million values": ((b'{"w": [' + b"0," * 10**6 + b"0]}",), "1000003 values"),
+    "truths that are neither, after a while": (
+        ({"w": entry([2**21], 0, 2**21, "BOOL")}, bytes(2**21 - 1) + b"\2"),
+        "w.*truth values",
+    ),
     "tensor cut short": (({"v": entry([1], 0, 4), "w": entry([2], 4, 12)}, 10), "cut short.*w"),
     "overlap": (({"v": entry([2], 0, 8), "w": entry([1], 4, 8)}, 8), "w.*overlaps"),
     "hole": (({"v": entry([1], 0, 4), "w": entry([1], 8, 12)}, 12), "w.*hole"),
@@ -147,6 +155,8 @@ def test_a_renamed_pickle_is_not_run(tmp_path, protocol):
 def test_a_folder_without_weights(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"neither.*none"):
         SafetensorsCheckpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"null is no ordinary file"):
+        SafetensorsCheckpoint(os.devnull)
     with pytest.raises(FileNotFoundError, match=r"nothing\.safetensors does not exist"):
         SafetensorsCheckpoint(tmp_path / "nothing.safetensors")
     save_file({"w": np.ones(2)}, tmp_path / "model-00001-of-00002.safetensors")
@@ -181,6 +191,15 @@ class TestShards:
             (folder / shard).unlink()
         with pytest.raises(FileNotFoundError, match=rf"{INDEX}.*{', '.join(self.shards)}"):
             SafetensorsCheckpoint(folder)
+
+    def test_that_are_absent_in_great_number_are_counted(self, folder):
+        self.write_index(folder, **{f"k{i}": f"s{i}.safetensors" for i in range(50_000)})
+        with pytest.raises(FileNotFoundError, match="and 49980 others"):
+            SafetensorsCheckpoint(folder)
+
+    def test_are_not_read_beside_one_file_of_all(self, folder):
+        save_file({"a": np.zeros(2)}, folder / "model.safetensors")
+        assert SafetensorsCheckpoint(folder).keys() == {"a"}
 
     def test_that_hold_less_or_more_than_the_index_says(self, folder):
         first, second = self.shards
