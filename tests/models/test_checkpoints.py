@@ -201,6 +201,9 @@ def write_gguf(path, name, architecture, *, plus_one=False, permuted=False, **ch
         writer.add_tensor(names.get_name(key, try_suffixes=(".weight", ".bias")), values)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(head_dim, rope))
+    # A file of more blocks than the checkpoint has something of each.
+    for block in range(config["num_hidden_layers"], changes.get("block_count", 0)):
+        writer.add_tensor(f"blk.{block}.attn_norm.weight", np.ones(4, "float32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -323,6 +326,8 @@ def change_config(tmp_path, name, change):
         ("llama_gqa", {"rms_norm_eps": 0}, "rms_norm_eps = 0, where a positive number"),
         ("llama_gqa", {"hidden_act": ["silu"]}, r"\['silu'\], where a text"),
         ("llama_gqa", {"rope_parameters": [1]}, "where an object"),
+        ("llama_gqa", {"rope_theta": 5.0}, r"several values of rope_theta, \[5\.0, "),
+        ("llama_gqa", {"hidden_act": 1}, r"model was not loaded: The config has hidden_act"),
         ("llama_gqa", {"rope_parameters": {"rope_theta": "1"}}, "make no table.*'1' is no number"),
         ("llama_gqa", {"architectures": "LlamaForCausalLM"}, "a list of names"),
         ("llama_gqa", {"architectures": [{}]}, "a list of names"),
