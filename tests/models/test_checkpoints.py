@@ -67,6 +67,7 @@ def assert_gives_golden_logits(name, path):
     assert_golden(name, full, padded)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", TINY)
 def test_logits_are_those_of_transformers(name):
     assert_gives_golden_logits(name, GOLDEN / name)
@@ -120,6 +121,7 @@ def save_bfloat16(tensors, folder):
     (folder / "model.safetensors").write_bytes(length + text + data)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("save", "rounded"),
     [
@@ -211,6 +213,7 @@ def write_gguf(path, name, architecture, *, plus_one=False, permuted=False, **ch
     return path
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -285,6 +288,7 @@ def change_config(tmp_path, name, change):
     return folder
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -422,6 +426,7 @@ def test_scaled_embeddings_are_rounded_like_their_table():
     np.testing.assert_array_equal(values[0], expected)
 
 
+@pytest.mark.compiles_nothing
 def test_the_family_in_the_docs_works(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_builders", dict(registry._builders))
     monkeypatch.setattr(loading_gguf, "_families", dict(loading_gguf._families))
