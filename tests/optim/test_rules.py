@@ -118,36 +118,38 @@ def test_rates_of_a_float32_network_are_float32(optimizers):
 
 
 @pytest.fixture(scope="module")
-def transformed(gradients):
+def max_norm(gradients):
+    """A norm that some steps keep to."""
+    norms = [
+        np.linalg.norm(np.append(m, v)) for m, v in zip(*map(gradients.get, BOTH), strict=True)
+    ]
+    return float(np.median(norms))
+
+
+@pytest.fixture(scope="module")
+def transformed(gradients, max_norm):
     rules = {
-        "clipped": (chain(clip_by_global_norm(5.0), sgd(0.1)), BOTH),
-        "long": (chain(clip_by_global_norm(1e6), sgd(0.1)), ["vector"]),
-        "accumulated": (
-            accumulate_gradients(chain(clip_by_global_norm(5.0), sgd(0.1, 0.9)), 2),
-            ["vector"],
-        ),
+        "clipped": (chain(clip_by_global_norm(max_norm), sgd(0.1)), BOTH),
+        "accumulated": (accumulate_gradients(sgd(0.1, 0.9), 2), ["vector"]),
     }
     return trained(rules, gradients)[0]
 
 
-def test_clipping_shortens_all_gradients_together(transformed, gradients):
+def test_clipping_shortens_all_gradients_together_where_they_are_long(
+    transformed, gradients, max_norm
+):
     expected = dict(START)
     for i, values in enumerate(transformed["clipped"]):
         wide = [gradients[name][i].astype("float64") for name in BOTH]
-        for name, g in zip(BOTH, reference.clipped(wide, 5.0), strict=True):
+        for name, g in zip(BOTH, reference.clipped(wide, max_norm), strict=True):
             expected[name] = expected[name] - 0.1 * g
             assert_close(values[name], expected[name])
 
 
-def test_clipping_leaves_short_gradients_alone(transformed, gradients):
-    expected = START["vector"] - 0.1 * gradients["vector"].astype("float64").sum(axis=0)
-    assert_close(transformed["long"][-1]["vector"], expected)
-
-
 def test_accumulation_takes_one_step_for_several_batches(transformed, gradients):
-    """Five batches make two steps; momentum and clipping see the means only."""
+    """Five batches make two steps, and momentum sees the means only."""
     wide = gradients["vector"].astype("float64")
-    means = [reference.clipped([wide[i : i + 2].mean(axis=0)], 5.0)[0] for i in (0, 2)]
+    means = [wide[i : i + 2].mean(axis=0) for i in (0, 2)]
     options = {"rates": [0.1, 0.1], "momentum": 0.9}
     after_one = reference.sgd(START["vector"], means[:1], rates=[0.1], momentum=0.9)
     after_two = reference.sgd(START["vector"], means, **options)
