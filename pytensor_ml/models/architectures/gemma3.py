@@ -74,11 +74,20 @@ def _every(period: int | None, n_layers: int) -> list[str]:
 
 def _config_of_gguf(settings: GGUFSettings, config: dict[str, Any]) -> dict[str, Any]:
     n_layers = config["num_hidden_layers"]
-    pattern = settings.optional("attention.sliding_window_pattern", (int, list))
+    key = "attention.sliding_window_pattern"
+    pattern = settings.optional(key, (int, np.ndarray))
+    if isinstance(pattern, np.ndarray):
+        if pattern.dtype != bool or pattern.size != n_layers:
+            raise ValueError(
+                f"{settings.file.path} has gemma3.{key} of {pattern.size} values of type "
+                f"{pattern.dtype}, where its {n_layers} blocks need a truth value each: some would "
+                "attend to other tokens. Fetch or convert the file again."
+            )
+        layer_types = [SLIDING if slides else FULL for slides in pattern]
+    else:
+        layer_types = _every(None if pattern is None else settings.number(key), n_layers)
     return {
-        "layer_types": [SLIDING if slides else FULL for slides in pattern]
-        if isinstance(pattern, list)
-        else _every(pattern, n_layers),
+        "layer_types": layer_types,
         "sliding_window": settings.number("attention.sliding_window"),
         "rope_parameters": {
             FULL: config["rope_parameters"],

@@ -5,10 +5,13 @@ References
 .. [1] GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import mmap
 import re
+import reprlib
 import struct
+import sys
 from collections.abc import Callable, Mapping
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,9 +45,9 @@ class GGUFCheckpoint(Checkpoint):
         architecture = self.file.require("general.architecture", str)
         if architecture not in _families:
             raise ValueError(
-                f"{path} holds a model of architecture {architecture!r}, whose tensors have no "
-                f"known meaning here. Supported are: {', '.join(sorted(_families))}. Others can be "
-                "added with register_gguf."
+                f"{path} holds a model of architecture {_shown(architecture)}, whose tensors have "
+                f"no known meaning here. Supported are: {', '.join(sorted(_families))}. Others can "
+                "be added with register_gguf."
             )
         self._family = _families[architecture]
         self._source = _source_names(self.file, architecture)
@@ -155,12 +158,14 @@ class GGUFSettings:
         name = self._prefix + key
         return self.file.require(name, kind) if name in self.file.metadata else None
 
-    def number(self, key: str, kind: type = int, default: float | None = None) -> Any:
+    def number(
+        self, key: str, kind: type | tuple[type, ...] = int, default: float | None = None
+    ) -> Any:
         """Return a setting that is a positive number, or raise if there is none and no default."""
         value = self.optional(key, kind)
         if value is None:
             value = self.file.require(self._prefix + key, kind) if default is None else default
-        if value <= 0:
+        if not 0 < value < inf:
             raise ValueError(
                 f"{self.file.path} has {self._prefix}{key} = {value}, with which there is no "
                 "model. Convert the model to GGUF again."
@@ -177,9 +182,9 @@ class GGUFSettings:
         """Raise if the file has a setting that may change the output and nothing asked for."""
         unread = sorted(self._prefix + key for key in self._unread - _INERT)
         if unread:
-            given = ", ".join(f"{key} = {self.file.metadata[key]!r:.80}" for key in unread)
+            given = ", ".join(f"{key} = {_shown(self.file.metadata[key])}" for key in unread)
             raise ValueError(
-                f"{self.file.path} has {given}, which a model of this architecture is built "
+                f"{self.file.path} has {given:.500}, which a model of this architecture is built "
                 "without here, so its output could be wrong. Load the safetensors checkpoint that "
                 "this file was made from."
             )
@@ -229,6 +234,12 @@ def _source_names(file: "GGUFFile", architecture: str) -> dict[str, str]:
 
 def _read_config(settings: GGUFSettings, family: _Family) -> dict[str, Any]:
     file, architecture = settings.file, settings.architecture
+    n_layers, n_tensors = settings.number("block_count"), len(file.tensors)
+    if n_layers > n_tensors:
+        raise ValueError(
+            f"{file.path} has {architecture}.block_count = {n_layers} and {n_tensors} tensors, so "
+            "most blocks would stay empty. Fetch or convert the file again."
+        )
     width, heads = settings.number("embedding_length"), settings.number("attention.head_count")
     kv_heads = settings.number("attention.head_count_kv", default=heads)
     head_dim = settings.number("attention.key_length", default=width // heads)
@@ -272,7 +283,7 @@ def _read_config(settings: GGUFSettings, family: _Family) -> dict[str, Any]:
         "architectures": [family.builder],
         "hidden_size": width,
         "intermediate_size": settings.number("feed_forward_length"),
-        "num_hidden_layers": settings.number("block_count"),
+        "num_hidden_layers": n_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -285,7 +296,7 @@ def _read_config(settings: GGUFSettings, family: _Family) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
     for name in ("bos", "eos"):
-        config[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        config[f"{name}_token_id"] = file.token_id(name, config["vocab_size"])
     if family.config is not None:
         config |= family.config(settings, config)
     settings.check_all_read()
@@ -293,13 +304,14 @@ def _read_config(settings: GGUFSettings, family: _Family) -> dict[str, Any]:
 
 
 def _read_rotary_divisors(file: "GGUFFile", head_dim: int) -> list[float]:
-    divisors = file.read(_ROTARY_DIVISORS)
-    if divisors.shape != (head_dim // 2,):
+    shape = file.tensors[_ROTARY_DIVISORS].shape
+    if shape != (head_dim // 2,):
         raise ValueError(
-            f"{file.path} has {_ROTARY_DIVISORS} of shape {divisors.shape} and heads of width "
+            f"{file.path} has {_ROTARY_DIVISORS} of shape {shape} and heads of width "
             f"{head_dim}, whose {head_dim // 2} pairs need one divisor each: positions would be "
             "rotated wrongly. Convert the model to GGUF again."
         )
+    divisors = file.read(_ROTARY_DIVISORS)
     if not (np.isfinite(divisors) & (divisors > 0)).all():
         raise ValueError(
             f"{file.path} has {_ROTARY_DIVISORS} = {divisors}, which are not all finite and "
@@ -309,13 +321,15 @@ def _read_rotary_divisors(file: "GGUFFile", head_dim: int) -> list[float]:
 
 
 def _read_rope_scaling(settings: GGUFSettings) -> dict[str, Any]:
+    kind = settings.optional("rope.scaling.type", str)
     scaling = settings.group("rope.scaling.")
     scaling.pop("finetuned", None)
+    given = set(scaling)
     # Files from before the scaling keys.
-    linear = settings.optional("rope.scale_linear", float)
-    if linear is not None:
-        scaling = {"type": "linear", "factor": linear} | scaling
-    kind = scaling.pop("type", "none")
+    if settings.optional("rope.scale_linear", float) is not None:
+        scaling = {"factor": settings.number("rope.scale_linear", float)} | scaling
+        kind = kind or "linear"
+    kind = kind or "none"
     if kind == "none" and not scaling:
         return {"rope_type": "default"}
     if kind == "linear":
@@ -329,17 +343,18 @@ def _read_rope_scaling(settings: GGUFSettings) -> dict[str, Any]:
             "yarn_beta_fast": "beta_fast",
             "yarn_beta_slow": "beta_slow",
         },
-    }.get(str(kind), {})
+    }.get(kind, {})
     unknown = sorted(set(scaling) - set(names))
     if unknown or not names:
         raise ValueError(
-            f"{settings.file.path} scales its rotary frequencies by the kind {kind!r} with "
-            f"{', '.join(sorted(scaling)) or 'no numbers'}, which is not supported: positions "
+            f"{settings.file.path} scales its rotary frequencies by the kind {_shown(kind)} with "
+            f"{', '.join(sorted(scaling)) or 'no numbers':.500}, which is not supported: positions "
             "would be rotated wrongly. Supported are none, linear (factor) and yarn (factor, "
             "original_context_length, yarn_beta_fast, yarn_beta_slow)."
         )
-    for key in sorted({"factor", "original_context_length"} & names.keys() - scaling.keys()):
-        settings.number(f"rope.scaling.{key}", float)
+    needed = {"factor", "original_context_length"} - scaling.keys()
+    for key in sorted(names.keys() & (needed | given)):
+        settings.number(f"rope.scaling.{key}", (int, float))
     return {"rope_type": kind} | {names[key]: value for key, value in scaling.items()}
 
 
@@ -355,8 +370,9 @@ class GGUFTensor(NamedTuple):
 class GGUFFile:
     """The metadata and tensors of a GGUF file, under the file's own names.
 
-    The header is read here rather than by ``gguf.GGUFReader``, which makes an array of each string
-    (seconds for a vocabulary) and does not check counts against the file's length.
+    Numbers and texts are Python's, arrays of texts lists, and arrays of numbers NumPy's. The header
+    is read here rather than by ``gguf.GGUFReader``, which makes an array of each string (seconds
+    for a vocabulary) and does not check counts against the file's length.
 
     Parameters
     ----------
@@ -374,13 +390,14 @@ class GGUFFile:
             raise FileNotFoundError(f"{path} is not a file, so there is no model to load.")
         with self.path.open("rb") as file:
             start = file.read(8)
-        if start[:4] != b"GGUF":
-            raise ValueError(
-                f"{path} is not a GGUF file: it starts with {start!r} instead of b'GGUF'. Pass a "
-                "GGUF file, or a folder with config.json and safetensors."
-            )
-        self._data = np.memmap(self.path, mode="r")
-        header = _Header(self.path, self._data)
+            if start[:4] != b"GGUF":
+                raise ValueError(
+                    f"{path} is not a GGUF file: it starts with {start!r} instead of b'GGUF'. Pass "
+                    "a GGUF file, or a folder with config.json and safetensors."
+                )
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._data = np.frombuffer(mapped, np.uint8)
+        header = _Header(self.path, mapped)
         version = header.number("I", "version")
         if version not in (2, 3):
             big_endian = version % 0x10000 == 0
@@ -388,12 +405,18 @@ class GGUFFile:
                 f"{path} is {'a big-endian GGUF file' if big_endian else f'GGUF version {version}'}"
                 "; versions 2 and 3, little-endian, are supported. Convert it again."
             )
-        n_tensors = header.number("Q", "number of tensors")
-        n_fields = header.number("Q", "number of metadata fields")
+        n_tensors = header.count("tensors", _MOST_TENSORS)
+        n_fields = header.count("metadata fields", _MOST_FIELDS)
         self.metadata = {}
         for _ in range(n_fields):
-            key = header.text("a metadata field's name")
+            key = header.name("metadata field")
+            if key in self.metadata:
+                raise ValueError(
+                    f"{path} is damaged: it has the metadata field {key} twice, and which is meant "
+                    "is not known. Fetch or convert the file again."
+                )
             self.metadata[key] = header.value(header.number("I", key), key)
+        self._block_sizes: dict[int, tuple[Any, int, int]] = {}
         self.tensors = dict(self._read_tensor(header) for _ in range(n_tensors))
         self._place_tensors(header.offset, n_tensors)
 
@@ -406,13 +429,27 @@ class GGUFFile:
             )
         value = self.metadata[key]
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds):
-            wanted = " or ".join(kind.__name__ for kind in kinds)
+        # A truth value is no number here.
+        if type(value) not in kinds:
+            wanted = " or ".join(_KINDS.get(kind, kind.__name__) for kind in kinds)
             raise ValueError(
-                f"{self.path} has {key} = {value!r:.100}, where one {wanted} is supported. "
+                f"{self.path} has {key} = {_shown(value)}, where one {wanted} is supported. "
                 "Load a model of that kind, or convert this one to GGUF again."
             )
         return value
+
+    def token_id(self, name: str, n_tokens: int) -> int | None:
+        """Return the id of bos, eos or another token that the file names, or None."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in self.metadata:
+            return None
+        token_id: int = self.require(key, int)
+        if not 0 <= token_id < n_tokens:
+            raise ValueError(
+                f"{self.path} has {key} = {token_id}, which none of its {n_tokens} tokens has. "
+                "Fetch or convert the file again."
+            )
+        return token_id
 
     def read(self, name: str) -> np.ndarray:
         """Return a tensor as float32."""
@@ -422,22 +459,30 @@ class GGUFFile:
         return self._gguf.quants.dequantize(rows, tensor.kind).reshape(tensor.shape)
 
     def _read_tensor(self, header: "_Header") -> tuple[str, GGUFTensor]:
-        name = header.text("a tensor's name")
+        name = header.name("tensor")
         n_dims = header.number("I", name)
+        if n_dims > _MOST_DIMS:
+            raise ValueError(
+                f"{self.path} is damaged: {name} has {n_dims} dimensions, and the format has at "
+                f"most {_MOST_DIMS}. Fetch or convert the file again."
+            )
         # The file lists the fastest dimension first.
         shape = tuple(header.number("Q", name) for _ in range(n_dims))[::-1]
         code = header.number("I", name)
         offset = header.number("Q", name)
         try:
-            kind = self._gguf.GGMLQuantizationType(code)
-            block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
-            self._gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            if code not in self._block_sizes:
+                kind = self._gguf.GGMLQuantizationType(code)
+                block, block_bytes = self._gguf.GGML_QUANT_SIZES[kind]
+                self._gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+                self._block_sizes[code] = kind, block, block_bytes
         except (ValueError, KeyError, NotImplementedError) as error:
             raise ValueError(
                 f"{self.path} holds {name} in the quantization {code} ({error}), which cannot be "
                 "turned into float32. Update the gguf library, or convert the model to a common "
                 "quantization such as Q8_0."
             ) from error
+        kind, block, block_bytes = self._block_sizes[code]
         if not shape or 0 in shape or shape[-1] % block:
             raise ValueError(
                 f"{self.path} is damaged: {name} has shape {shape}, which blocks of {block} "
@@ -447,10 +492,10 @@ class GGUFFile:
 
     def _place_tensors(self, header_end: int, n_tensors: int) -> None:
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
+        if type(alignment) is not int or alignment < 1 or alignment % 8:
             raise ValueError(
-                f"{self.path} is damaged: its general.alignment is {alignment!r}. Fetch or convert "
-                "the file again."
+                f"{self.path} is damaged: its general.alignment is {_shown(alignment)}, not a "
+                "positive multiple of 8. Fetch or convert the file again."
             )
         if len(self.tensors) < n_tensors:
             raise ValueError(
@@ -491,57 +536,112 @@ _NUMBERS = {
     12: "d",
 }
 _TEXT = 8
+_LENGTH = struct.Struct("<Q")
 _ARRAY = 9
+_KINDS = {str: "text", list: "array of texts", np.ndarray: "array of numbers"}
+# So that a header is read in a second and 100 MB. Published files have at most some 60 fields, 2000
+# tensors, names of 64 bytes, 100 kB in a text, and 800,000 texts, which take 50 MB.
+_MOST_FIELDS = 2**12
+_MOST_TENSORS = 2**13
+_LONGEST_NAME = 2**8
+_LONGEST_TEXT = 2**20
+_MOST_TEXTS = 2**20
+_MEMORY_OF_TEXTS = 2**26
+# Of the format.
+_MOST_DIMS = 4
 
 
 class _Header:
     """Reads one value after the other; ``what`` names it in an error."""
 
-    def __init__(self, path: Path, data: np.ndarray) -> None:
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
         self.offset = 4
-        self._data = memoryview(data)
+        self._data = data
+        self._texts_left = _MOST_TEXTS
+        self._memory_left = _MEMORY_OF_TEXTS
 
-    def take(self, size: int, what: str) -> memoryview:
-        end = self.offset + size
-        if end > len(self._data):
+    def take(self, size: int, what: str) -> int:
+        start = self.offset
+        self.offset += size
+        if self.offset > len(self._data):
             raise ValueError(
-                f"{self.path} is cut short: {what} ends at byte {end}, the file at "
+                f"{self.path} is cut short: {what} ends at byte {self.offset}, the file at "
                 f"{len(self._data)}. Fetch it again."
             )
-        piece = self._data[self.offset : end]
-        self.offset = end
-        return piece
+        return start
 
     def number(self, code: str, what: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+        start = self.take(struct.calcsize("<" + code), what)
+        return struct.unpack_from("<" + code, self._data, start)[0]
 
-    def text(self, what: str) -> str:
-        raw = bytes(self.take(self.number("Q", what), what))
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
+    def count(self, what: str, most: int) -> int:
+        number: int = self.number("Q", f"the number of {what}")
+        if number > most:
             raise ValueError(
-                f"{self.path} is damaged: {what} is not UTF-8 ({error}). Fetch or convert the file "
-                "again."
-            ) from error
+                f"{self.path} announces {number} {what}, and at most {most} are read, since no "
+                "model needs as many. Fetch or convert the file again."
+            )
+        return number
+
+    def name(self, of: str) -> str:
+        [name] = self.texts(1, f"a {of}'s name")
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise ValueError(
+                f"{self.path} is damaged: no {of} can be called {_shown(name)}. Fetch or convert "
+                "the file again."
+            )
+        return name
+
+    def texts(self, count: int, what: str) -> list[str]:
+        texts = []
+        for _ in range(count):
+            [length] = _LENGTH.unpack_from(self._data, self.take(8, what))
+            start = self.take(length, what)
+            if length > _LONGEST_TEXT:
+                raise ValueError(
+                    f"{self.path} has a text of {length} bytes in {what}, and at most "
+                    f"{_LONGEST_TEXT} are read, since no model needs as many. Fetch or convert the "
+                    "file again."
+                )
+            try:
+                text = self._data[start : self.offset].decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{self.path} is damaged: {what} is not UTF-8 ({error}). Fetch or convert the "
+                    "file again."
+                ) from error
+            self._memory_left -= sys.getsizeof(text)
+            if self._memory_left < 0:
+                raise ValueError(
+                    f"{self.path} has texts up to {what} that take more than {_MEMORY_OF_TEXTS} "
+                    "bytes, which no model needs. Fetch or convert the file again."
+                )
+            texts.append(text)
+        return texts
 
     def value(self, kind: int, what: str) -> Any:
         if kind in _NUMBERS:
             return self.number(_NUMBERS[kind], what)
         if kind == _TEXT:
-            return self.text(what)
+            return self.texts(1, what)[0]
         item = self.number("I", what) if kind == _ARRAY else None
-        length = self.number("Q", what) if kind == _ARRAY else 0
         if item in _NUMBERS:
+            length = self.number("Q", what)
             dtype = np.dtype(_NUMBERS[item]).newbyteorder("<")
-            return np.frombuffer(self.take(length * dtype.itemsize, what), dtype).tolist()
+            start = self.take(length * dtype.itemsize, what)
+            return np.frombuffer(self._data, dtype, length, start)
         if item == _TEXT:
-            return [self.text(what) for _ in range(length)]
+            length = self.count(f"texts in {what}", self._texts_left)
+            self._texts_left -= length
+            return self.texts(length, what)
         raise ValueError(
             f"{self.path} is damaged: {what} has the type {kind if item is None else item}, which "
             "the format does not define here. Fetch or convert the file again."
         )
+
+
+_shown = reprlib.Repr(maxstring=100, maxother=100).repr
 
 
 def import_gguf() -> ModuleType:

@@ -1,5 +1,6 @@
 import importlib
 import json
+import re
 import sys
 import tracemalloc
 
@@ -80,6 +81,8 @@ def write(path, tensors=None, architecture="llama", tokenizer=None, **metadata):
         name = f"{architecture}.{key}"
         if isinstance(value, str):
             writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
         elif isinstance(value, list):
             writer.add_array(name, value)
         elif isinstance(value, float):
@@ -87,7 +90,8 @@ def write(path, tensors=None, architecture="llama", tokenizer=None, **metadata):
         elif value is not None:
             writer.add_uint32(name, value)
     for key, value in (tokenizer or {}).items():
-        writer.add_uint32(f"tokenizer.ggml.{key}", value)
+        add = writer.add_int32 if isinstance(value, int) else writer.add_float32
+        add(f"tokenizer.ggml.{key}", value)
     for name, values in (as_stored() if tensors is None else tensors).items():
         data, kind = values if isinstance(values, tuple) else (values, None)
         writer.add_tensor(name, data, raw_dtype=kind)
@@ -311,8 +315,25 @@ def test_rotary_divisors_that_cannot_be_followed(tmp_path, divisors, metadata, t
         ),
         ({"rope.dimension_count": 4}, r"llama\.rope\.dimension_count = 4.*width 8"),
         ({"attention.value_length": 4}, r"llama\.attention\.value_length = 4.*width 8"),
-        ({"attention.head_count_kv": [2, 1]}, r"head_count_kv = \[2, 1\].*one int"),
+        ({"attention.head_count_kv": [2, 1]}, r"head_count_kv = array\(\[2, 1\].*one int"),
         ({"attention.head_count": 0}, "head_count = 0"),
+        ({"block_count": 27}, r"llama\.block_count = 27 and 26 tensors"),
+        ({"block_count": True}, "block_count = True.*one int"),
+        ({"rope.freq_base": np.inf}, r"llama\.rope\.freq_base = inf"),
+        ({"rope.freq_base": np.nan}, r"llama\.rope\.freq_base = nan"),
+        ({"rope.scale_linear": np.nan}, r"llama\.rope\.scale_linear = nan"),
+        ({"rope.scale_linear": 0.0}, r"llama\.rope\.scale_linear = 0\.0"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": np.nan},
+            r"llama\.rope\.scaling\.factor = nan",
+        ),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": "4"},
+            r"llama\.rope\.scaling\.factor = '4'.*one int or float",
+        ),
+        ({"rope.scaling.type": [1, 2]}, r"llama\.rope\.scaling\.type = array.*one text"),
+        ({"rope.freq_base": "1" * 999}, r"freq_base = '1{10,50}\.\.\.1{10,50}', where"),
+        ({f"key_{i}": "1" * 99 for i in range(99)}, r"key_0 = .{486}, which a model"),
         ({"rope.freq_base": "1e4"}, "freq_base = '1e4'.*one float"),
         ({"expert_count": 8}, "8 experts"),
         ({"logit_scale": 0.5}, r"llama\.logit_scale = 0\.5, which.*without"),
@@ -337,6 +358,33 @@ def test_metadata_that_cannot_be_followed(tmp_path, metadata, told):
 def test_a_tensor_without_a_place_is_never_ignored(tmp_path, name, told):
     path = write(tmp_path / "m.gguf", as_stored() | {name: normal(4)})
     with pytest.raises(ValueError, match=rf"m\.gguf.*{name}.*{told}"):
+        GGUFCheckpoint(path)
+
+
+def test_rotary_divisors_are_read_once_their_shape_fits(tmp_path):
+    tensors = as_stored() | {"rope_freqs.weight": np.zeros(1 << 20, "float16")}
+    path = write(tmp_path / "m.gguf", tensors)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"m\.gguf.*shape \(1048576,\)"):
+        GGUFCheckpoint(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB, 1.5])
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id"])
+def test_ids_of_no_token(tmp_path, name, token_id):
+    path = write(tmp_path / "m.gguf", tokenizer={name: token_id})
+    with pytest.raises(ValueError, match=rf"m\.gguf has tokenizer\.ggml\.{name} = {token_id}"):
+        GGUFCheckpoint(path)
+
+
+@pytest.mark.parametrize("pattern", [0, ["a"], [1, 0], [True], [True, False, True]])
+def test_which_blocks_of_gemma_3_slide_is_said_for_each(tmp_path, pattern):
+    options = {"attention.sliding_window": 4, "attention.sliding_window_pattern": pattern}
+    path = write(tmp_path / "m.gguf", architecture="gemma3", **options)
+    with pytest.raises(ValueError, match=r"m\.gguf has gemma3\.attention\.sliding_window_pattern"):
         GGUFCheckpoint(path)
 
 
@@ -460,14 +508,55 @@ class TestBrokenFiles:
         self.refuse(tmp_path, self.header(version=version), told)
 
     @pytest.mark.parametrize("item", [0, 6, 8, 12])
-    def test_arrays_and_counts_beyond_the_file(self, tmp_path, item):
-        huge = np.uint32(item).tobytes() + np.uint64(1 << 62).tobytes()
+    def test_arrays_and_texts_beyond_the_file(self, tmp_path, item):
+        huge = np.uint32(item).tobytes() + np.uint64(1 << 20).tobytes()
         self.refuse(
             tmp_path, self.header(self.field(b"key", 9, huge), 1) + bytes(99), "cut short: key"
         )
-        self.refuse(tmp_path, self.header(n_fields=1 << 62) + bytes(99), "cut short|damaged")
-        self.refuse(tmp_path, self.header(n_tensors=1 << 62) + bytes(99), "cut short|damaged")
         self.refuse(tmp_path, self.header(np.uint64(1 << 62).tobytes(), 1), "cut short")
+
+    @pytest.mark.parametrize("count", [1 << 20, 1 << 40, (1 << 64) - 2])
+    def test_more_than_any_model_has_is_refused_unread(self, tmp_path, count):
+        content = self.header(n_fields=count) + bytes(99)
+        self.refuse(tmp_path, content, f"announces {count} metadata fields")
+        content = self.header(n_tensors=count) + bytes(99)
+        self.refuse(tmp_path, content, f"announces {count} tensors")
+        texts = np.uint32(8).tobytes() + np.uint64(count + 1).tobytes()
+        content = self.header(self.field(b"key", 9, texts), 1) + bytes(99)
+        self.refuse(tmp_path, content, rf"announces {count + 1} texts in key")
+
+    def test_long_texts(self, tmp_path):
+        long = self.text(b"a" * (1 << 20))
+        content = self.header(self.field(b"key", 8, long), 1)
+        self.refuse(tmp_path, content, r"no metadata field general\.architecture")
+        longer = self.text(b"a" * (1 << 20) + b"b")
+        content = self.header(self.field(b"key", 8, longer), 1)
+        self.refuse(tmp_path, content, "1048577 bytes in key")
+        many = np.uint32(8).tobytes() + np.uint64(64).tobytes() + 64 * long
+        content = self.header(self.field(b"key", 9, many), 1)
+        self.refuse(tmp_path, content, "texts up to key.*more than 67108864 bytes")
+
+    @pytest.mark.parametrize("name", [b"a" * 257, b"a" * 500_000, b"a\x1b[31m", b"a\nb"])
+    def test_names_that_cannot_be(self, tmp_path, name):
+        shown = rf"can be called {re.escape(repr(name[:20].decode())[:-1])}.{{0,100}}\. Fetch"
+        content = self.header(self.field(name, 0, b"1"), 1)
+        self.refuse(tmp_path, content, f"no metadata field {shown}")
+        tensor = self.tensor(name, (4,), Kind.F32, 0)
+        content = self.header(tensors=tensor, n_tensors=1) + bytes(99)
+        self.refuse(tmp_path, content, f"no tensor {shown}")
+
+    def test_a_field_given_twice(self, tmp_path):
+        fields = self.field(b"key", 0, b"1") + self.field(b"key", 0, b"2")
+        self.refuse(tmp_path, self.header(fields, 2), "field key twice")
+
+    def test_arrays_of_numbers_take_no_memory(self, tmp_path):
+        array = np.uint32(0).tobytes() + np.uint64(1 << 24).tobytes() + bytes(1 << 24)
+        content = self.header(self.field(b"key", 9, array), 1)
+        tracemalloc.start()
+        self.refuse(tmp_path, content, r"no metadata field general\.architecture")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1e6
 
     def test_values_of_unknown_types_and_text_of_no_encoding(self, tmp_path):
         self.refuse(tmp_path, self.header(self.field(b"key", 13, bytes(8)), 1), "key.*type 13")
@@ -486,6 +575,7 @@ class TestBrokenFiles:
             ((4, 0), Kind.F32, r"shape \(0, 4\)"),
             ((48, 2), Kind.Q8_0, r"shape \(2, 48\)"),
             ((1 << 40, 1 << 40), Kind.F32, "cut short: name"),
+            ((1,) * 5, Kind.F32, "name has 5 dimensions"),
         ],
     )
     def test_tensors_that_cannot_be(self, tmp_path, shape, kind, told):
@@ -500,9 +590,20 @@ class TestBrokenFiles:
         content = self.header(tensors=first + first, n_tensors=2) + bytes(99)
         self.refuse(tmp_path, content, "2 tensors, but only 1")
 
-    def test_an_alignment_of_zero(self, tmp_path):
-        field = self.field(b"general.alignment", 4, bytes(4))
-        self.refuse(tmp_path, self.header(field, 1), "alignment is 0")
+    @pytest.mark.parametrize(
+        ("kind", "value", "told"),
+        [
+            (4, bytes(4), "0"),
+            (4, b"\7\0\0\0", "7"),
+            (5, b"\xf8" + 3 * b"\xff", "-8"),
+            (6, np.float32(32).tobytes(), "32.0"),
+            (7, b"\1", "True"),
+            (8, np.uint64(2).tobytes() + b"32", "'32'"),
+        ],
+    )
+    def test_alignments_that_cannot_be(self, tmp_path, kind, value, told):
+        field = self.field(b"general.alignment", kind, value)
+        self.refuse(tmp_path, self.header(field, 1), f"alignment is {told}")
 
 
 def test_the_library_is_named_when_it_is_not_installed(tmp_path, monkeypatch):
