@@ -1,18 +1,34 @@
 """Tokens from text and back, with the vocabulary that a model's files hold."""
 
-from collections.abc import Callable, Iterable
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pytensor_ml.models.loading.gguf import GGUFCheckpoint, GGUFFile
-from pytensor_ml.models.loading.safetensors import read_json
+from pytensor_ml.models.loading.safetensors import most_values, read_json
 
 # Codes of `tokenizer.ggml.token_type`.
 _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
+_LAST_TYPE = 6
+# So that what is refused takes about a second. Tokens of published vocabularies have fewer than
+# 200 characters; Gemma's has 262,144 of them, with 1.5 million characters, which make 515,000
+# merges, and its tokenizer.json 33 MB with 1.9 million values.
+_LONGEST_TOKEN = 512
+_MOST_TOKENS = 2**19
+_MOST_CHARACTERS = 3_000_000
+_MOST_MERGES = 2**20
+_LONGEST_JSON = 48_000_000
+_MOST_JSON_VALUES = 2_500_000
 
 
 class Tokenizer:
@@ -75,30 +91,41 @@ class Tokenizer:
         else:
             file = source if isinstance(source, GGUFFile) else GGUFFile(source)
         kind = file.require("tokenizer.ggml.model", str)
-        if kind not in _VOCABULARIES:
+        if kind not in ("gpt2", "llama"):
             raise ValueError(
-                f"{file.path} has a vocabulary of the kind {kind!r}, which is not supported: its "
-                "tokens would be wrong. Supported are 'gpt2' (byte-level BPE) and 'llama' "
+                f"{file.path} has a vocabulary of the kind {kind!r:.100}, which is not supported: "
+                "its tokens would be wrong. Supported are 'gpt2' (byte-level BPE) and 'llama' "
                 "(SentencePiece BPE). Load a folder with tokenizer.json instead."
             )
-        backend, starts = _VOCABULARIES[kind](file)
+        split = _read_split(file) if kind == "gpt2" else None
+        tokens = _read_tokens(file)
+
+        def ids_of(*names: str) -> list[int]:
+            found = (file.token_id(name, len(tokens)) for name in names)
+            return [token_id for token_id in found if token_id is not None]
 
         def token_of(end: str, wanted: bool) -> list[int]:
-            if not file.metadata.get(f"tokenizer.ggml.add_{end}_token", wanted):
+            if not _read_flag(file, f"add_{end}_token", wanted):
                 return []
-            return [file.require(f"tokenizer.ggml.{end}_token_id", int)]
+            file.require(f"tokenizer.ggml.{end}_token_id", int)
+            return ids_of(end)
 
-        ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
-        return cls(
-            backend,
-            eos_ids=(file.require(end, int) for end in ends if end in file.metadata),
-            prefix=token_of("bos", starts),
-            suffix=token_of("eos", False),
+        # What is quickly refused, before what takes long.
+        eos_ids = ids_of("eos", "eot", "eom")
+        prefix = token_of("bos", wanted=split is None or split.starts)
+        suffix = token_of("eos", wanted=False)
+        backend = (
+            _sentencepiece_bpe(file, tokens)
+            if split is None
+            else _byte_level_bpe(file, tokens, split)
         )
+        return cls(backend, eos_ids=eos_ids, prefix=prefix, suffix=suffix)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
         """Read ``tokenizer.json``, and the end tokens from the configs beside it.
+
+        Texts are neither cut nor padded, whatever that file says.
 
         Parameters
         ----------
@@ -112,7 +139,8 @@ class Tokenizer:
         FileNotFoundError
             If the folder has no ``tokenizer.json``.
         ValueError
-            If that file cannot be read.
+            If that file cannot be read or is of a kind that is not supported, or a config names an
+            end token that there cannot be.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -122,17 +150,15 @@ class Tokenizer:
                 "tokenizer.json there."
             )
         tokenizers = import_tokenizers()
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(
-                f"{path} does not hold a tokenizer: {error}. Fetch the file again."
-            ) from error
         eos_ids: set[int] = set()
         for config in (folder / "generation_config.json", folder / "config.json"):
             if config.is_file():
-                ids = read_json(config).get("eos_token_id")
-                eos_ids.update([ids] if isinstance(ids, int) else ids or [])
+                eos_ids |= _read_eos_ids(config)
+        data = _read_tokenizer_json(path)
+        with _library_errors(f"{path} does not hold a tokenizer"):
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        backend.no_truncation()
+        backend.no_padding()
         return cls(backend, eos_ids=eos_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -195,55 +221,169 @@ class StreamDecoder:
         return self._decode(self._context + self._pending)[len(self._decode(self._context)) :]
 
 
-def _byte_level_bpe(file: GGUFFile) -> tuple[Any, bool]:
-    """Return what a vocabulary of bytes and merges does, and whether a token starts each text."""
+def _read_tokenizer_json(path: Path) -> bytes:
+    """Return what a file holds, none of which ends the program when the library parses it."""
+    size = path.stat().st_size
+    data = path.read_bytes() if size <= _LONGEST_JSON else b""
+    if size > _LONGEST_JSON or (count := most_values(data)) > _MOST_JSON_VALUES:
+        found = f"{size} bytes" if size > _LONGEST_JSON else f"about {count} values of JSON"
+        raise ValueError(
+            f"{path} has {found}, and at most {_LONGEST_JSON} bytes and {_MOST_JSON_VALUES} values "
+            "are read, since no tokenizer needs as many. Fetch the file again."
+        )
+    try:
+        json.loads(data.decode(), object_pairs_hook=_check_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} does not hold a tokenizer: {error}. Fetch the file again, or load a GGUF file."
+        ) from error
+    return data
+
+
+def _check_object(pairs: list[tuple[str, Any]]) -> None:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r:.100} appears twice")
+    # At these the library panics, where no exception can always be made of it. No decoder that is
+    # supported has them; the prefix only matters to merges.
+    if entry.get("type") == "Precompiled":
+        raise ValueError("it has a normalizer of the type 'Precompiled', which is not supported")
+    prefix = entry.get("continuing_subword_prefix")
+    if isinstance(prefix, str) and prefix and entry.get("type") != "WordPiece":
+        raise ValueError(
+            f"it has a continuing_subword_prefix of {prefix!r:.100}, which is not supported"
+        )
+
+
+@contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """Make a ValueError of what ``tokenizers`` raises, which is Exception itself, or a panic."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{problem}: {error!s:.500}. Fetch or convert the file again.") from error
+
+
+def _read_eos_ids(path: Path) -> set[int]:
+    value = read_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ValueError(
+            f"{path} has eos_token_id = {value!r:.100}, where an id from 0 on, a list of ids or "
+            "null is supported: generation would not end. Take the file that belongs to the model."
+        )
+    return set(ids)
+
+
+def _read_split(file: GGUFFile) -> "_Split":
     name = file.require("tokenizer.ggml.pre", str)
     if name not in _SPLITS:
         raise ValueError(
-            f"{file.path} splits text by the rule {name!r}, which is not known here: its tokens "
-            f"would be wrong. Supported are: {', '.join(_SPLITS)}. Load a folder with "
+            f"{file.path} splits text by the rule {name!r:.100}, which is not known here: its "
+            f"tokens would be wrong. Supported are: {', '.join(_SPLITS)}. Load a folder with "
             "tokenizer.json instead."
         )
-    split = _SPLITS[name]
-    tokens = file.require("tokenizer.ggml.tokens", list)
+    return _SPLITS[name]
+
+
+def _read_tokens(file: GGUFFile) -> list[str]:
+    tokens: list[str] = file.require("tokenizer.ggml.tokens", list)
+    counts = len(tokens), max(map(len, tokens), default=0), sum(map(len, tokens))
+    most = _MOST_TOKENS, _LONGEST_TOKEN, _MOST_CHARACTERS
+    if any(count > limit for count, limit in zip(counts, most, strict=True)):
+        raise ValueError(
+            f"{file.path} has {counts[0]} tokens of up to {counts[1]} characters, {counts[2]} in "
+            f"all, in tokenizer.ggml.tokens; at most {most[0]} of {most[1]}, {most[2]} in all, are "
+            "read, since no vocabulary needs as many. Fetch or convert the file again."
+        )
+    return tokens
+
+
+def _read_numbers(
+    file: GGUFFile, name: str, n_tokens: int, valid: Callable[[np.ndarray], Any], told: str
+) -> list[Any]:
+    """Return a number for each token, or raise if one is not valid, as is ``told``."""
+    values = file.require(f"tokenizer.ggml.{name}", np.ndarray)
+    if len(values) != n_tokens:
+        raise ValueError(
+            f"{file.path} has {n_tokens} tokens and {len(values)} numbers in tokenizer.ggml.{name}"
+            ", so it is not known which belong together. Fetch or convert the file again."
+        )
+    if not np.all(valid(values)):
+        raise ValueError(
+            f"{file.path} has tokenizer.ggml.{name} that are not all {told}, so it is not known "
+            "what the tokens do. Fetch or convert the file again."
+        )
+    return values.tolist()
+
+
+def _read_types(file: GGUFFile, n_tokens: int) -> list[int]:
+    return _read_numbers(
+        file,
+        "token_type",
+        n_tokens,
+        valid=lambda types: (types.dtype.kind in "iu") & (types >= 0) & (types <= _LAST_TYPE),
+        told=f"whole numbers from 0 to {_LAST_TYPE}",
+    )
+
+
+def _read_flag(file: GGUFFile, name: str, default: bool) -> bool:
+    key = f"tokenizer.ggml.{name}"
+    return file.require(key, bool) if key in file.metadata else default
+
+
+def _ids_of(tokens: list[str], path: Path) -> dict[str, int]:
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        [(token, count)] = Counter(tokens).most_common(1)
+        raise ValueError(
+            f"{path} has {count} tokens {token!r} in tokenizer.ggml.tokens, so it is not known "
+            "which id that text has. Fetch or convert the file again."
+        )
+    return ids
+
+
+def _byte_level_bpe(file: GGUFFile, tokens: list[str], split: "_Split") -> Any:
+    """Return what a vocabulary of bytes and merges does."""
     merges = file.require("tokenizer.ggml.merges", list)
+    has_types = "tokenizer.ggml.token_type" in file.metadata
+    types = _read_types(file, len(tokens)) if has_types else []
+    ids = _ids_of(tokens, file.path)
     tokenizers = import_tokenizers()
-    try:
+    with _library_errors(f"{file.path} has merges that do not fit its vocabulary"):
         model = tokenizers.models.BPE(
-            {token: i for i, token in enumerate(tokens)},
+            ids,
             [tuple(merge.split(" ", 1)) for merge in merges],
             ignore_merges=split.whole_first,
         )
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(
-            f"{file.path} has merges that do not fit its vocabulary: {error}. Fetch or convert "
-            "the file again."
-        ) from error
     backend = tokenizers.Tokenizer(model)
     if split.composed:
         backend.normalizer = tokenizers.normalizers.NFC()
     backend.pre_tokenizer = split.build(tokenizers)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    _add_tokens(backend, tokens, file.metadata.get("tokenizer.ggml.token_type", []))
-    return backend, split.starts
+    _add_tokens(backend, tokens, types)
+    return backend
 
 
-def _sentencepiece_bpe(file: GGUFFile) -> tuple[Any, bool]:
-    """Return what a vocabulary of scored pieces does, and whether a token starts each text [1]_.
+def _sentencepiece_bpe(file: GGUFFile, tokens: list[str]) -> Any:
+    """Return what a vocabulary of scored pieces does [1]_.
 
     References
     ----------
     .. [1] Kudo and Richardson (2018). SentencePiece: A simple and language independent subword
        tokenizer and detokenizer for Neural Text Processing. arXiv:1808.06226.
     """
-    tokens, scores, types = (
-        file.require(f"tokenizer.ggml.{key}", list) for key in ("tokens", "scores", "token_type")
+    types = _read_types(file, len(tokens))
+    scores = _read_numbers(
+        file,
+        "scores",
+        len(tokens),
+        valid=lambda scores: (scores.dtype.kind == "f") & np.isfinite(scores),
+        told="finite numbers with a fraction",
     )
-    if not len(tokens) == len(scores) == len(types):
-        raise ValueError(
-            f"{file.path} has {len(tokens)} tokens, {len(scores)} scores and {len(types)} token "
-            "types, so it is not known which belong together. Fetch or convert the file again."
-        )
     # Text is searched for these before its spaces are replaced.
     tokens = [
         token.replace(_SPACE, " ") if code == _USER_DEFINED else token
@@ -257,25 +397,23 @@ def _sentencepiece_bpe(file: GGUFFile) -> tuple[Any, bool]:
             "'unknown', so characters outside its vocabulary would be lost. Convert the model to "
             "GGUF again."
         )
-    prefixed = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = _read_flag(file, "add_space_prefix", True)
+    merges = _merges_of_scores(
+        {
+            token: score
+            for token, score, code in zip(tokens, scores, types, strict=True)
+            if code == _NORMAL
+        },
+        file.path,
+    )
+    ids = _ids_of(tokens, file.path)
     tokenizers = import_tokenizers()
     normalizers = tokenizers.normalizers
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
-            {token: i for i, token in enumerate(tokens)},
-            _merges_of_scores(
-                {
-                    token: score
-                    for token, score, code in zip(tokens, scores, types, strict=True)
-                    if code == _NORMAL
-                },
-                file.path,
-            ),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=has_bytes,
+    with _library_errors(f"{file.path} has merges that do not fit its vocabulary"):
+        model = tokenizers.models.BPE(
+            ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes
         )
-    )
+    backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.Sequence(
         [
             *([normalizers.Prepend(_SPACE)] if prefixed else []),
@@ -285,7 +423,7 @@ def _sentencepiece_bpe(file: GGUFFile) -> tuple[Any, bool]:
     _add_tokens(backend, tokens, types)
     added = frozenset(token.content for token in backend.get_added_tokens_decoder().values())
     backend.decoder = tokenizers.decoders.Decoder.custom(_PieceDecoder(added, prefixed))
-    return backend, True
+    return backend
 
 
 # How SentencePiece writes a space.
@@ -296,12 +434,20 @@ _BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
 
 def _merges_of_scores(scores: dict[str, float], path: Path) -> list[tuple[str, str]]:
     """Return each split of a piece into two others, those that make the best piece first."""
-    splits = [
-        (piece[:i], piece[i:])
+    # The pieces themselves, which need no memory as parts.
+    pieces = {piece: piece for piece in scores}
+    found = (
+        (left, right)
         for piece in sorted(scores, key=lambda piece: -scores[piece])
         for i in range(1, len(piece))
-        if piece[:i] in scores and piece[i:] in scores
-    ]
+        if (left := pieces.get(piece[:i])) and (right := pieces.get(piece[i:]))
+    )
+    splits = list(islice(found, _MOST_MERGES + 1))
+    if len(splits) > _MOST_MERGES:
+        raise ValueError(
+            f"{path} has pieces in tokenizer.ggml.tokens that others make in more than "
+            f"{_MOST_MERGES} ways, which no vocabulary needs. Fetch or convert the file again."
+        )
     made = {left + right for left, right in splits}
     if len(made) > 1 and len({scores[piece] for piece in made}) == 1:
         raise ValueError(
@@ -346,12 +492,6 @@ def _add_tokens(backend: Any, tokens: list[str], types: list[int]) -> None:
             if code in (*special, _USER_DEFINED)
         ]
     )
-
-
-_VOCABULARIES: dict[str, Callable[[GGUFFile], tuple[Any, bool]]] = {
-    "gpt2": _byte_level_bpe,
-    "llama": _sentencepiece_bpe,
-}
 
 
 def _gpt2(tokenizers: Any) -> Any:

@@ -1,9 +1,11 @@
 import importlib.util
 import json
+import math
 import re
 import sys
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -11,6 +13,8 @@ import pytest
 import tokenizers
 
 from pytensor_ml.models.loading import GGUFCheckpoint, StreamDecoder, Tokenizer
+from pytensor_ml.models.loading import tokenizer as loading_tokenizer
+from pytensor_ml.models.loading.gguf import GGUFFile
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MADE = json.loads((GOLDEN / "tokenizers.json").read_text())
@@ -32,17 +36,16 @@ def write_fields(path, **fields):
     return path
 
 
-def write_tokenizer(path, model="gpt2", pre="gpt-2", merges=MERGES, **flags):
-    return write_fields(
-        path,
-        tokenizer_model=model,
-        tokenizer_pre=pre,
-        token_list=TOKENS,
-        token_types=[CONTROL, CONTROL, USER_DEFINED, *[NORMAL] * (len(TOKENS) - 3)],
-        token_merges=merges,
-        eos_token_id=0,
-        **flags,
-    )
+def write_tokenizer(path, model="gpt2", pre="gpt-2", merges=MERGES, **changes):
+    fields = {
+        "tokenizer_model": model,
+        "tokenizer_pre": pre,
+        "token_list": TOKENS,
+        "token_types": [CONTROL, CONTROL, USER_DEFINED, *[NORMAL] * (len(TOKENS) - 3)],
+        "token_merges": merges,
+        "eos_token_id": 0,
+    }
+    return write_fields(path, **fields | changes)
 
 
 def write_pieces(path, name="llama", **changes):
@@ -224,8 +227,17 @@ class TestPieces:
         [
             ({"token_scores": None}, r"tokenizer\.ggml\.scores"),
             ({"token_types": None}, r"tokenizer\.ggml\.token_type"),
-            ({"token_scores": [0.0, 1.0]}, "480 tokens, 2 scores and 480 token types"),
-            ({"token_types": [1] * 479}, "480 tokens, 480 scores and 479 token types"),
+            ({"token_scores": [0.0, 1.0]}, r"480 tokens and 2 numbers in tokenizer\.ggml\.scores"),
+            ({"token_types": [1] * 479}, r"480 tokens and 479 numbers in .*\.token_type"),
+            ({"token_list": [1] * 480}, r"tokenizer\.ggml\.tokens = array.*one array of texts"),
+            ({"token_list": ["<unk>"] * 480}, r"480 tokens '<unk>' in tokenizer\.ggml\.tokens"),
+            ({"token_scores": ["1"] * 480}, r"tokenizer\.ggml\.scores = \['1'.*array of numbers"),
+            ({"token_scores": [1] * 480}, r"tokenizer\.ggml\.scores.*not all finite numbers"),
+            ({"token_scores": [math.nan] * 480}, r"tokenizer\.ggml\.scores.*not all finite"),
+            ({"token_types": ["1"] * 480}, r"token_type = \['1'.*array of numbers"),
+            ({"token_types": [7] * 480}, "token_type that are not all whole numbers from 0 to 6"),
+            ({"token_types": [-1] * 480}, "token_type that are not all whole numbers from 0 to 6"),
+            ({"eos_token_id": 480}, r"tokenizer\.ggml\.eos_token_id = 480.*480 tokens"),
             ({"token_scores": [-1000.0] * 480}, r"compound pieces the score -1000\.0"),
         ],
     )
@@ -254,7 +266,11 @@ class TestPieces:
         ({"pre": None}, r"tokenizer\.ggml\.pre"),
         ({"merges": ["t h", "q zz"]}, "merges"),
         ({"merges": ["th"]}, "merges"),
-        ({"merges": [1, 2]}, "merges"),
+        ({"merges": [1, 2]}, r"tokenizer\.ggml\.merges = array\(\[1, 2\].*array of texts"),
+        ({"token_types": [NORMAL]}, r"264 tokens and 1 numbers in tokenizer\.ggml\.token_type"),
+        ({"token_types": [7] * 264}, "token_type that are not all whole numbers from 0 to 6"),
+        ({"token_list": ["th"] * 264}, "264 tokens 'th'"),
+        ({"eot_token_id": 264}, r"tokenizer\.ggml\.eot_token_id = 264.*264 tokens"),
     ],
 )
 def test_an_unsupported_vocabulary_is_named(tmp_path, changes, told):
@@ -263,11 +279,54 @@ def test_an_unsupported_vocabulary_is_named(tmp_path, changes, told):
         Tokenizer.open(path)
 
 
+@pytest.mark.parametrize("flag", ["add_bos_token", "add_eos_token", "add_space_prefix"])
+def test_flags_are_truth_values(tmp_path, flag):
+    file = GGUFFile(write_pieces(tmp_path / "t.gguf"))
+    file.metadata[f"tokenizer.ggml.{flag}"] = "false"
+    with pytest.raises(ValueError, match=rf"t\.gguf has tokenizer\.ggml\.{flag} = 'false'.*bool"):
+        Tokenizer.from_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (["a" * 513], "1 tokens of up to 513 characters"),
+        (["a" * i for i in range(3000)], "3000 tokens of up to 2999 characters"),
+        ([f"{i:400}" for i in range(8000)], "up to 400 characters, 3200000 in all"),
+        ([""] * (2**19 + 1), "524289 tokens of up to 0 characters"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_tokenizer, write_pieces])
+def test_a_vocabulary_larger_than_any(tmp_path, write, tokens, told):
+    path = write(tmp_path / "t.gguf", eos_token_id=None)
+    file = GGUFFile(path)
+    file.metadata["tokenizer.ggml.tokens"] = tokens
+    with pytest.raises(ValueError, match=rf"t\.gguf has .*{told}"):
+        Tokenizer.from_gguf(file)
+
+
+def test_more_merges_than_any_vocabulary_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading_tokenizer, "_MOST_MERGES", 100)
+    words = [f"{i:0{length}b}" for length in range(1, 6) for i in range(2**length)]
+    path = write_pieces(
+        tmp_path / "t.gguf",
+        token_list=["<unk>", *words],
+        token_scores=[-float(i) for i in range(len(words) + 1)],
+        token_types=[UNKNOWN, *[NORMAL] * len(words)],
+    )
+    with pytest.raises(ValueError, match=r"t\.gguf has pieces.*more than 100 ways"):
+        Tokenizer.open(path)
+
+
 def test_the_library_is_named_when_it_is_not_installed(tmp_path, monkeypatch):
     path = write_tokenizer(tmp_path / "t.gguf")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install gguf tokenizers"):
         Tokenizer.open(path)
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "bé": 3, "éb": 4}, "merges": [["a", "bé"]]}
+PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 
 class TestFolder:
@@ -297,10 +356,90 @@ class TestFolder:
         (folder / "config.json").write_text(json.dumps({"eos_token_id": None}))
         assert Tokenizer.open(folder).eos_ids == {7, 8}
 
-    def test_errors(self, folder):
-        (folder / "tokenizer.json").write_text("{}")
-        with pytest.raises(ValueError, match=r"tokenizer\.json does not hold a tokenizer"):
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    @pytest.mark.parametrize("ids", [-1, 1.5, True, "abc", {"a": 1}, [[1]], [None], [1, "2"]])
+    def test_end_tokens_that_cannot_be(self, folder, name, ids):
+        (folder / name).write_text(json.dumps({"eos_token_id": ids}))
+        told = rf"{name} has eos_token_id = {re.escape(repr(ids))}"
+        with pytest.raises(ValueError, match=told):
             Tokenizer.open(folder)
+
+    def change(self, folder, **changes):
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    def test_texts_are_neither_cut_nor_padded(self, folder):
+        side = {"direction": "Right", "strategy": "LongestFirst"}
+        pad = {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "?"}
+        self.change(
+            folder,
+            truncation=side | {"max_length": 2, "stride": 0},
+            padding=side | pad | {"strategy": {"Fixed": 9}},
+        )
+        assert Tokenizer.open(folder).encode("the who the") == [0, 1, 2, 1]
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}, "`b` out of"),
+            ({"model": BPE | {"continuing_subword_prefix": "######"}}, "prefix of '######'"),
+            ({"model": BPE | {"continuing_subword_prefix": "é"}}, "prefix of 'é'"),
+            ({"normalizer": PRECOMPILED}, "normalizer of the type 'Precompiled'"),
+            ({"normalizer": {"type": "Sequence", "normalizers": [PRECOMPILED]}}, "Precompiled"),
+        ],
+    )
+    def test_what_the_library_cannot_take(self, folder, changes, told):
+        """Unchecked, the last four panic, the third so that the program ends."""
+        self.change(folder, **changes)
+        with pytest.raises(ValueError, match=rf"tokenizer\.json does not hold a tokenizer.*{told}"):
+            Tokenizer.open(folder)
+
+    @pytest.mark.parametrize("prefix", ["", None])
+    def test_merges_without_a_prefix(self, folder, prefix):
+        model = BPE | {"merges": [["a", "b"]], "continuing_subword_prefix": prefix}
+        self.change(folder, model=model, pre_tokenizer=None, post_processor=None)
+        assert Tokenizer.open(folder).encode("abb") == [2, 1]
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+    def test_only_panics_become_errors(self, folder, monkeypatch, error):
+        class PanicException(BaseException):
+            pass
+
+        def stop(kind):
+            def from_buffer(data):
+                raise kind("at 3")
+
+            monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_buffer=from_buffer))
+
+        stop(PanicException)
+        with pytest.raises(ValueError, match=r"tokenizer\.json.*at 3"):
+            Tokenizer.open(folder)
+        stop(error)
+        with pytest.raises(error):
+            Tokenizer.open(folder)
+
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            (b"{}", "does not hold a tokenizer"),
+            (b"\xff", "does not hold a tokenizer.*utf-8"),
+            (b"[" * 100_000, "does not hold a tokenizer.*recursion"),
+            (b'{"a": 1, "a": 1}', "does not hold a tokenizer: 'a' appears twice"),
+            (b"[" + b"0," * 2_500_000 + b"0]", "about 2500002 values of JSON, and at most"),
+        ],
+    )
+    def test_broken_files(self, folder, content, told):
+        (folder / "tokenizer.json").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"tokenizer\.json (has )?{told}"):
+            Tokenizer.open(folder)
+
+    def test_a_file_larger_than_any_is_not_read(self, folder):
+        with (folder / "tokenizer.json").open("r+b") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(ValueError, match=r"tokenizer\.json has 1099511627776 bytes"):
+            Tokenizer.open(folder)
+
+    def test_no_file(self, folder):
         (folder / "tokenizer.json").unlink()
         with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
             Tokenizer.open(folder)
