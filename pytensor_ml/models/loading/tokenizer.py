@@ -163,7 +163,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, in which special tokens may be spelled out."""
-        return [*self._prefix, *self._backend.encode(text).ids, *self._suffix]
+        with _library_errors("The tokenizer cannot be used: encoding a text failed"):
+            ids = self._backend.encode(text).ids
+        return [*self._prefix, *ids, *self._suffix]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -394,6 +394,12 @@ class TestFolder:
         with pytest.raises(ValueError, match=rf"tokenizer\.json does not hold a tokenizer.*{told}"):
             Tokenizer.open(folder)
 
+    def test_what_the_library_takes_and_cannot_use(self, folder):
+        self.change(folder, pre_tokenizer={"type": "FixedLength", "length": 0})
+        tokenizer = Tokenizer.open(folder)
+        with pytest.raises(ValueError, match="encoding a text failed: chunk size must be non-zero"):
+            tokenizer.encode("the")
+
     @pytest.mark.parametrize("prefix", ["", None])
     def test_merges_without_a_prefix(self, folder, prefix):
         model = BPE | {"merges": [["a", "b"]], "continuing_subword_prefix": prefix}
