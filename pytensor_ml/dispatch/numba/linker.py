@@ -17,7 +17,7 @@ from pytensor.link.numba.linker import NumbaLinker
 from pytensor.link.utils import raise_with_op
 
 from pytensor_ml.base import BlockOp
-from pytensor_ml.dispatch.numba.basic import cached_as
+from pytensor_ml.dispatch.numba.basic import cached_as, kernel_key
 
 # Numba takes seconds for each hundred arrays that a function takes, more than in proportion.
 MAX_ARRAYS = 64
@@ -121,11 +121,13 @@ class Step(NamedTuple):
 
 
 def _function_of(node: Apply, blocks: dict[Any, Any], compiled: dict[str, Any]) -> Any:
-    """Return a function that Python can call, the same for nodes of one cache key."""
+    """Return a function that Python can call, the same for nodes of one cache key and types."""
     function, key = numba_funcify_and_cache_key(node.op, node=node, ofg_memo=blocks)
     names = ", ".join(f"x{i}" for i in range(len(node.inputs)))
     if key is not None:
-        key = f"{key}_called_{len(node.inputs)}_fastmath{int(config.numba__fastmath)}"
+        # Some functions are made for the dtype of their node, which PyTensor's key does not tell.
+        types = tuple(v.type for v in (*node.inputs, *node.outputs))
+        key = kernel_key(key, "called", types, config.numba__fastmath)
         if key in compiled:
             return compiled[key]
     called = compile_numba_function_src(

@@ -1,5 +1,6 @@
 import numpy as np
 import pytensor
+import pytensor.tensor as pt
 import pytest
 from helpers import assert_close
 from pytensor.compile.mode import get_mode
@@ -25,7 +26,8 @@ def chain():
     for linear in linears:
         y = call_as_block(linear, y)
     total = pytensor.shared(np.zeros((), "float32"), name="total")
-    run = function([x, other], [y, other + y], updates={total: total + y.sum()})
+    filled = [pt.alloc(value, x.shape[0]) for value in (pt.argmax(x[0]), x[0, 0])]
+    run = function([x, other], [y, other + y, *filled], updates={total: total + y.sum()})
     return linears, total, run
 
 
@@ -43,10 +45,13 @@ def test_graphs_of_many_arrays_run_node_by_node_with_one_function_an_op(chain):
         linear.b.set_value(rng.normal(size=4).astype("float32"))
         expected = expected @ linear.W.get_value() + linear.b.get_value()
     for i in range(1, 3):
-        y, shifted = run(value, other)
+        y, shifted, *filled = run(value, other)
         assert_close(y, expected, 1e-5)
         assert_close(shifted, expected + other, 1e-5)
         assert_close(total.get_value(), i * expected.sum(), 1e-4)
+        # Ops of one kind for two dtypes are two functions.
+        np.testing.assert_array_equal(filled, [[value[0].argmax()] * 3, [value[0, 0]] * 3])
+        assert [v.dtype for v in filled] == ["int64", "float32"]
 
     kept = [id(cell) for cell in run.vm.outputs]
     cells = [cell for step in run.vm.steps for cell in step.outputs if id(cell) not in kept]
