@@ -64,12 +64,6 @@ def load_causal_lm(path: str | Path) -> CausalLM:
         holds tensors that the model has no place for.
     """
     checkpoint = open_checkpoint(path)
-    n_layers, n_tensors = checkpoint.config.get("num_hidden_layers"), len(checkpoint.keys())
-    if isinstance(n_layers, int) and n_layers > n_tensors:
-        raise ValueError(
-            f"The config of {path} names more layers than there are tensors ({n_tensors}), so "
-            "most would stay empty. Take the config.json that belongs to the weights."
-        )
     with config.change_flags(floatX="float32"), initial_values_from(_PlaceholderInitializer()):
         try:
             model, keys = build_model(checkpoint.config)

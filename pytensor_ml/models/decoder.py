@@ -357,7 +357,7 @@ _NEUTRAL = {
 # What the values of keys have to be, whichever families read them.
 _SIZES = (
     *("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings"),
-    *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "sliding_window"),
+    *("num_attention_heads", "num_key_value_heads", "sliding_window"),
     *("sliding_window_pattern", "vocab_size"),
 )
 _POSITIVE_NUMBERS = (
@@ -369,6 +369,8 @@ _TEXTS = ("hidden_act", "hidden_activation")
 _MAPPINGS = ("rope_parameters", "rope_scaling")
 # A size that no model has, and of which two make no array that numpy refuses.
 _TOO_LARGE = 2**28
+# The deepest published decoders have 126; building as many as this takes a second.
+_MOST_LAYERS = 1024
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         _SIZES,
@@ -387,6 +389,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(_TRUTHS, ("true or false", lambda value: type(value) is bool)),
     **dict.fromkeys(_TEXTS, ("a text", lambda value: type(value) is str)),
     **dict.fromkeys(_MAPPINGS, ("an object", lambda value: type(value) is dict)),
+    "num_hidden_layers": (
+        f"a whole number from 1 to {_MOST_LAYERS}",
+        lambda value: type(value) is int and 0 < value <= _MOST_LAYERS,
+    ),
     "layer_types": (
         "a list of texts",
         lambda value: type(value) is list and all(type(v) is str for v in value),
