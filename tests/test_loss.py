@@ -103,8 +103,9 @@ def test_shapes_that_differ_when_run_are_refused(data, of_logits):
 
 
 def test_the_graph_is_float32_and_the_gradient_one_op(of_logits):
-    outputs, run = of_logits
-    nodes = run.maker.fgraph.toposort()
+    """Kernels may sum in float64; the graph may not."""
+    outputs, _ = of_logits
+    nodes = list(applys_between([], outputs))
     assert "float64" not in {v.type.dtype for node in nodes for v in node.outputs}
     assert "float64" not in {getattr(node.op, "acc_dtype", None) for node in nodes}
     nodes = applys_between([], outputs[2:3])
