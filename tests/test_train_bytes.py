@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "train_bytes.py"
 
 
 def test_training_stops_when_interrupted_and_resumes(backend, tmp_path):
-    if backend in ("c", "numba"):
-        pytest.skip(f"{backend} compiles for a minute what JAX and MLX do in seconds")
+    if backend != "mlx":
+        pytest.skip(f"{backend} takes long to compile a step, a sample and a score, twice")
     command = [sys.executable, SCRIPT, "--quick", "--backend", backend, "--folder", tmp_path]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "--steps", "100000"], **pipes) as first:
