@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytensor.tensor as pt
-from pytensor.gradient import disconnected_grad, disconnected_type
+from pytensor.gradient import DisconnectedType, disconnected_grad, disconnected_type
 from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.fg import FunctionGraph
 from pytensor.tensor import TensorLike, as_tensor
+from pytensor.tensor.basic import ARange
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.base import LayerOp, VariadicLayerOp
@@ -110,7 +112,7 @@ class CrossEntropy(Loss):
         if expect_onehot_labels and ignore_index is not None:
             raise ValueError(
                 f"CrossEntropy got ignore_index={ignore_index}, but one-hot targets have no ids to "
-                "compare with. Pass ids as targets, or rows of zeros for targets that do not count."
+                "compare with, so every row would count. Pass ids as targets, or no ignore_index."
             )
         self.reduction = _checked_reduction(reduction)
         self.expect_logits = expect_logits
@@ -236,7 +238,7 @@ class CrossEntropyLayer(LayerOp):
         return [shapes[1], shapes[1]]
 
     def connection_pattern(self, node: Apply) -> list[list[bool]]:
-        return [[True, False], [False, False]]
+        return [[True, True], [False, False]]
 
     def pullback(
         self,
@@ -244,10 +246,19 @@ class CrossEntropyLayer(LayerOp):
         outputs: Sequence[Variable],
         output_grads: Sequence[Variable],
     ) -> list[Variable]:
+        logits: Any = inputs[0]
+        log_sums: Any = outputs[1]
+        g, g_log_sums = output_grads[0], cast(Any, output_grads[1])
         op = CrossEntropyPullback(
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing
         )
-        return [op(*inputs, outputs[1], output_grads[0]), disconnected_type()]
+        gradients: list[Any] = []
+        if not isinstance(g.type, DisconnectedType):
+            gradients.append(op(*inputs, log_sums, g))
+        # Only the gradient reads the sums, so this is part of second derivatives.
+        if not isinstance(g_log_sums.type, DisconnectedType):
+            gradients.append(pt.exp(logits - log_sums[..., None]) * g_log_sums[..., None])
+        return [sum(gradients[1:], gradients[0]), disconnected_type()]
 
 
 class CrossEntropyPullback(VariadicLayerOp):
@@ -293,6 +304,10 @@ class ProbabilityCrossEntropyLayer(VariadicLayerOp):
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         probabilities, ids = inputs
         dtype = probabilities.type.dtype
+        if self.ignore_index is not None:
+            # Before the logarithm, whose gradient at 0 times 0 is NaN.
+            counts = pt.neq(ids, self.ignore_index)[..., None]
+            probabilities = pt.where(counts, probabilities, pt.constant(1, dtype=dtype))
         wanted = pt.log(of_class(probabilities, ids))
         losses = -pt.constant(1 - self.label_smoothing, dtype=dtype) * wanted
         if self.label_smoothing:
@@ -350,9 +365,17 @@ def row_shift(logits: TensorVariable) -> TensorVariable:
     return pt.where(pt.isinf(largest), pt.constant(0, dtype=logits.type.dtype), largest)
 
 
+class ClassIds(ARange):
+    """A range that never becomes a constant: Numba caches no function with one above 1e6 bytes."""
+
+    def do_constant_folding(self, fgraph: FunctionGraph, node: Apply) -> bool:
+        return False
+
+
 def is_class(ids: TensorVariable, n_classes: int) -> TensorVariable:
     """Return, for each id, which class it is."""
-    return pt.eq(ids[..., None], np.arange(n_classes, dtype="int32"))
+    start, stop, step = (pt.constant(value, dtype="int64") for value in (0, n_classes, 1))
+    return pt.eq(ids[..., None], ClassIds("int32")(start, stop, step))
 
 
 def of_class(x: TensorVariable, ids: TensorVariable) -> TensorVariable:

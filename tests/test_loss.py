@@ -2,7 +2,9 @@ import numpy as np
 import pytensor.tensor as pt
 import pytest
 from helpers import assert_close
-from pytensor.graph.traversal import applys_between
+from pytensor.graph.basic import Constant
+from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.graph.traversal import ancestors, applys_between
 from references.loss import cross_entropy, distributions, smoothed
 
 from pytensor_ml.loss import CrossEntropy, CrossEntropyPullback, SquaredError, supervised_loss
@@ -79,6 +81,39 @@ def test_small_losses_are_exact(data, of_logits):
     assert abs(float(mean) - losses.mean()) < 5e-6
 
 
+def test_second_derivatives_match_differences_of_first_ones():
+    """The sums of exponentials, which the gradient reads, depend on the logits."""
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(4, CLASSES)).astype("float32")
+    along = rng.normal(size=logits.shape).astype("float32")
+    ids = np.array([1, 4, IGNORED, 0])
+    z, v = (pt.tensor(name, shape=(None, CLASSES), dtype="float32") for name in ("z", "v"))
+    loss = CrossEntropy(expect_logits=True, ignore_index=IGNORED, label_smoothing=SMOOTHING)(ids, z)
+    product = function([z, v], pt.grad((pt.grad(loss, z) * v).sum(), z))(logits, along)
+
+    counted = ids != IGNORED
+    q = smoothed(distributions(np.where(counted, ids, 0), CLASSES), SMOOTHING)
+    step = 1e-4 * along.astype("float64")
+    _, after = cross_entropy(q, logits + step)
+    _, before = cross_entropy(q, logits - step)
+    assert_close(product, (after - before) / 2e-4 * counted[:, None] / 3, 5e-6)
+
+
+def test_no_constant_is_too_large_to_be_cached():
+    """Numba caches no function with a constant above 1e6 bytes, as ids of Gemma's classes are."""
+    logits = pt.tensor("logits", shape=(None, 262_144), dtype="float32")
+    ids = pt.tensor("ids", shape=(None,), dtype="int64")
+    loss = CrossEntropy(expect_logits=True)(ids, logits)
+    nodes = applys_between([], [loss, pt.grad(loss, logits)])
+    graphs = [node.op.fgraph.unfreeze().outputs for node in nodes if hasattr(node.op, "fgraph")]
+    rewritten = [
+        rewrite_graph(outputs, include=("fast_run",), exclude=("inplace",)) for outputs in graphs
+    ]
+    constants = [v for outputs in rewritten for v in ancestors(outputs) if isinstance(v, Constant)]
+    assert 262_144 in {np.max(v.data) for v in constants}
+    assert max(np.asarray(v.data).nbytes for v in constants) < 1e6
+
+
 def test_an_id_of_no_class_gives_nan(data, of_logits):
     logits, ids = data
     for wrong in (MANY, -1):
@@ -149,6 +184,13 @@ def test_impossible_classes_that_are_not_wanted_cost_nothing(of_probabilities):
     assert_close(results[4], [[-2, 0, 0, 0, 0]])
 
 
+def test_an_impossible_class_of_an_ignored_target_has_no_gradient(of_probabilities):
+    p = np.array([[0, 0.5, 0.5, 0, 0], [0.2] * 5], "float32")
+    results = of_probabilities(np.array([IGNORED, 1], "int8"), np.ones_like(p), p)
+    target = smoothed(distributions(np.array([1]), CLASSES), SMOOTHING)
+    assert_close(results[3], np.vstack([np.zeros((1, CLASSES)), -target / 0.2]))
+
+
 def test_a_callable_reduction_gets_every_loss():
     shapes = []
 
@@ -190,5 +232,5 @@ def test_errors_name_what_does_not_fit():
         SquaredError("median")
     with pytest.raises(ValueError, match="label_smoothing=1"):
         CrossEntropy(label_smoothing=1)
-    with pytest.raises(ValueError, match="ignore_index=0"):
+    with pytest.raises(ValueError, match=r"ignore_index=0.* every row would count"):
         CrossEntropy(expect_onehot_labels=True, ignore_index=0)
