@@ -1,6 +1,7 @@
 """Steps of several batches."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import pytensor.tensor as pt
@@ -15,9 +16,9 @@ from pytensor_ml.optim.base import (
     Transform,
     UpdateOp,
     Updates,
-    clock,
     gradients_for,
     state_for,
+    step_count,
 )
 
 
@@ -26,7 +27,8 @@ def accumulate_gradients(
 ) -> Transform:
     """Let a rule take one step for several batches, by the mean of their gradients.
 
-    Calls in between leave the parameters, and the state and the clock of the rule, as they are.
+    Calls in between leave the parameters, and the state and the step count of the rule, as they
+    are.
 
     Parameters
     ----------
@@ -47,24 +49,24 @@ def accumulate_gradients(
     Raises
     ------
     ValueError
-        If there are no batches to a step.
+        If the number of batches is no int of at least 1.
 
     Examples
     --------
     >>> from pytensor_ml.optim import accumulate_gradients, adamw
     >>> rule = accumulate_gradients(adamw(3e-4), 8)
     """
-    if n_batches < 1:
+    if not isinstance(n_batches, Integral) or n_batches < 1:
         raise ValueError(
             f"accumulate_gradients got n_batches={n_batches}, after which no step would come. Pass "
-            "at least 1."
+            "an int of at least 1."
         )
 
     def accumulated(
         loss_gradients_or_updates: LossGradientsOrUpdates, parameters: Sequence[Parameter]
     ) -> Updates:
         gradients = gradients_for("accumulate_gradients", loss_gradients_or_updates, parameters)
-        count = clock(namespace)
+        count = step_count(namespace)
         is_due = pt.eq(count, n_batches - 1)
         sums = {p: state_for(p, f"{namespace}/gradient") for p in parameters}
         with sharing_ops():
@@ -92,7 +94,8 @@ class AddedShare(UpdateOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         gradient, total = inputs
-        return [total + gradient * pt.constant(1 / self.n_batches, dtype=gradient.type.dtype)]
+        dtype = total.type.dtype
+        return [total + gradient.astype(dtype) * pt.constant(1 / self.n_batches, dtype=dtype)]
 
 
 class Chosen(UpdateOp):

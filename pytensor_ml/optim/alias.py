@@ -15,11 +15,11 @@ from pytensor_ml.optim.base import (
     Steps,
     Transform,
     Updates,
-    clock,
     gradients_for,
     rate_at,
     scalar_dtype,
     state_for,
+    step_count,
 )
 from pytensor_ml.optim.rules import AdamStep, GradientStep, LionStep, MomentumStep
 
@@ -90,7 +90,7 @@ def sgd(
         op = MomentumStep(momentum=float(momentum), nesterov=nesterov)
         return _updated([parameter, velocity], op(parameter, gradient, velocity, rate))
 
-    return _rule(namespace, learning_rate, step, needs_clock=callable(learning_rate))
+    return _rule(namespace, learning_rate, step, counts_steps=callable(learning_rate))
 
 
 def adam(
@@ -271,7 +271,7 @@ def lion(
         )
         return _updated([parameter, momentum], op(parameter, gradient, momentum, rate))
 
-    return _rule(namespace, learning_rate, step, needs_clock=callable(learning_rate))
+    return _rule(namespace, learning_rate, step, counts_steps=callable(learning_rate))
 
 
 def matrices_except(*excluded: Parameter) -> Mask:
@@ -313,7 +313,7 @@ def _adam(
         parameter: Parameter,
         gradient: TensorVariable,
         rate: TensorVariable,
-        weights: Sequence[TensorVariable],
+        bias_corrections: Sequence[TensorVariable],
     ) -> Updates:
         moments = [state_for(parameter, f"{namespace}/{slot}") for slot in slots]
         op = AdamStep(
@@ -323,10 +323,10 @@ def _adam(
             weight_decay=float(weight_decay) if mask is None or mask(parameter) else 0.0,
             amsgrad=amsgrad,
         )
-        results = op(parameter, gradient, *moments, rate, *weights)
+        results = op(parameter, gradient, *moments, rate, *bias_corrections)
         return _updated([parameter, *moments], results)
 
-    return _rule(namespace, learning_rate, step, needs_clock=True, betas=(beta1, beta2))
+    return _rule(namespace, learning_rate, step, counts_steps=True, betas=(beta1, beta2))
 
 
 def _rule(
@@ -334,13 +334,22 @@ def _rule(
     learning_rate: LearningRate,
     step: Callable[..., Updates],
     *,
-    needs_clock: bool,
+    counts_steps: bool,
     betas: Sequence[float] = (),
 ) -> Transform:
-    """Return the rule that takes ``step`` of each parameter, gradient, rate and weights of means.
+    """Return the rule that takes ``step`` of each parameter, gradient, rate and bias corrections.
 
-    The weight of a mean with the share beta after t steps is 1 - beta**t.
+    The bias correction of a mean with the share beta after t steps is 1 - beta**t.
     """
+    if (
+        not callable(learning_rate)
+        and not isinstance(learning_rate, TensorVariable)
+        and not 0 <= learning_rate < math.inf
+    ):
+        raise ValueError(
+            f"{namespace} got a learning rate of {learning_rate}, which does not lead downhill. "
+            "Pass one of at least 0."
+        )
 
     def rule(
         loss_gradients_or_updates: LossGradientsOrUpdates, parameters: Sequence[Parameter]
@@ -348,20 +357,20 @@ def _rule(
         gradients = gradients_for(namespace, loss_gradients_or_updates, parameters)
         dtype = scalar_dtype(parameters)
         steps = Steps(gradients)
-        count = clock(namespace) if needs_clock else None
+        count = step_count(namespace) if counts_steps else None
         rate = rate_at(learning_rate, count, dtype)
-        weights = []
+        bias_corrections = []
         if count is not None:
             steps[count] = count + 1
             # Not beta**t: in float32, a beta of 0.999 is off by 1e-5 of its distance from 1.
             t = (count + 1).astype(dtype)
-            weights = [
+            bias_corrections = [
                 -pt.expm1(t * pt.constant(math.log(beta) if beta else -math.inf, dtype=dtype))
                 for beta in betas
             ]
         with sharing_ops():
             for parameter in parameters:
-                steps.update(step(parameter, gradients[parameter], rate, weights))
+                steps.update(step(parameter, gradients[parameter], rate, bias_corrections))
         return steps
 
     return rule
@@ -383,4 +392,7 @@ def _check_share(name: str, **shares: float) -> None:
 def _check_not_negative(name: str, **numbers: float) -> None:
     for which, number in numbers.items():
         if not number >= 0:
-            raise ValueError(f"{name} got {which}={number}; pass a number of at least 0.")
+            raise ValueError(
+                f"{name} got {which}={number}, with which parameters could grow without bound. "
+                "Pass a number of at least 0."
+            )

@@ -165,14 +165,23 @@ def scalar_state(name: str, fill_value: float = 0.0, dtype: str | None = None) -
 
 
 def state_for(parameter: Parameter, slot: str, fill_value: float = 0.0) -> Parameter:
-    """Create state of a parameter's shape and dtype, called ``parameter/slot``."""
-    value = np.full(np.shape(parameter.get_value(borrow=True)), fill_value, parameter.type.dtype)
+    """Create state of a parameter's shape and at least float32, called ``parameter/slot``."""
+    shape = np.shape(parameter.get_value(borrow=True))
+    value = np.full(shape, fill_value, at_least_float32(parameter.type.dtype))
     return shared(value, name=f"{parameter.name}/{slot}", shape=parameter.type.shape)
 
 
-def clock(namespace: str) -> Parameter:
+def step_count(namespace: str) -> Parameter:
     """Create the count of the steps taken by a rule."""
     return scalar_state(f"{namespace}/step_count", 0, "int64")
+
+
+def at_least_float32(dtype: str) -> str:
+    """Return the dtype in which steps of parameters of a dtype are computed.
+
+    In float16, squares of gradients and the epsilon beside their root are 0.
+    """
+    return "float64" if dtype == "float64" else "float32"
 
 
 def scalar_dtype(parameters: Sequence[Parameter]) -> str:
@@ -181,17 +190,13 @@ def scalar_dtype(parameters: Sequence[Parameter]) -> str:
 
 
 def rate_at(
-    learning_rate: LearningRate, step_count: TensorVariable | None, dtype: str
+    learning_rate: LearningRate, count: TensorVariable | None, dtype: str
 ) -> TensorVariable:
-    """Return the rate after ``step_count`` steps."""
+    """Return the rate after ``count`` steps."""
     if isinstance(learning_rate, TensorVariable):
         return learning_rate.astype(dtype)
     if callable(learning_rate):
-        assert step_count is not None
+        assert count is not None
         # As a float: with an integer's step count, constants would make float64 nodes.
-        return pt.as_tensor(learning_rate(step_count.astype(dtype))).astype(dtype)
-    if not 0 <= learning_rate < np.inf:
-        raise ValueError(
-            f"A learning rate of {learning_rate} does not lead downhill. Pass one of at least 0."
-        )
+        return pt.as_tensor(learning_rate(count.astype(dtype))).astype(dtype)
     return pt.constant(learning_rate, dtype=dtype)

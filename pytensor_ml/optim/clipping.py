@@ -16,6 +16,7 @@ from pytensor_ml.optim.base import (
     Transform,
     UpdateOp,
     Updates,
+    at_least_float32,
     gradients_for,
     scalar_dtype,
 )
@@ -95,7 +96,7 @@ class AddedSquares(VariadicLayerOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         total, gradient = inputs
-        squares = pt.sqr(gradient)
+        squares = pt.sqr(gradient.astype(at_least_float32(gradient.type.dtype)))
         if gradient.type.ndim:
             squares = PreciseSum(axes=tuple(range(gradient.type.ndim)))(squares)
         return [total + squares.astype(total.type.dtype)]
@@ -111,4 +112,5 @@ class ScaledGradient(UpdateOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         gradient, factor = inputs
-        return [gradient * factor.astype(gradient.type.dtype)]
+        dtype = at_least_float32(gradient.type.dtype)
+        return [gradient.astype(dtype) * factor.astype(dtype)]

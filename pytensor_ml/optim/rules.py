@@ -1,11 +1,12 @@
 """The ops of optimizers: one step of one parameter."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
 from pytensor.graph.basic import Variable
 
-from pytensor_ml.optim.base import UpdateOp
+from pytensor_ml.optim.base import UpdateOp, at_least_float32
 
 
 class GradientStep(UpdateOp):
@@ -17,8 +18,9 @@ class GradientStep(UpdateOp):
     __props__ = ()
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
-        parameter, gradient, rate = inputs
-        return [parameter - rate.astype(parameter.type.dtype) * gradient]
+        dtype = inputs[0].type.dtype
+        parameter, gradient, rate = widened(inputs)
+        return [(parameter - rate * gradient).astype(dtype)]
 
 
 class MomentumStep(UpdateOp):
@@ -34,20 +36,20 @@ class MomentumStep(UpdateOp):
     nesterov: bool
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
-        parameter, gradient, velocity, rate = inputs
-        dtype = parameter.type.dtype
-        momentum = pt.constant(self.momentum, dtype=dtype)
+        dtype = inputs[0].type.dtype
+        parameter, gradient, velocity, rate = widened(inputs)
+        momentum = pt.constant(self.momentum, dtype=parameter.type.dtype)
         velocity = momentum * velocity + gradient
         direction = gradient + momentum * velocity if self.nesterov else velocity
-        return [parameter - rate.astype(dtype) * direction, velocity]
+        return [(parameter - rate * direction).astype(dtype), velocity]
 
 
 class AdamStep(UpdateOp):
     """The op of Adam and AdamW.
 
     Its inputs are the parameter, the gradient, the moments (first, second, and with ``amsgrad`` the
-    largest second one), the rate, and what each kind of moment is divided by. Its outputs are the
-    new parameter and the new moments.
+    largest second one), the rate, and the bias corrections by which each kind of moment is divided.
+    Its outputs are the new parameter and the new moments.
     """
 
     __props__ = ("beta1", "beta2", "epsilon", "weight_decay", "amsgrad")
@@ -59,9 +61,10 @@ class AdamStep(UpdateOp):
     amsgrad: bool
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
-        parameter, gradient, first, second, *largest, rate, weight1, weight2 = inputs
+        parameter, gradient, first, second, *largest, rate, correction1, correction2 = widened(
+            inputs
+        )
         dtype = parameter.type.dtype
-        rate, weight1, weight2 = (v.astype(dtype) for v in (rate, weight1, weight2))
 
         def average(old: Any, new: Any, beta: float) -> Any:
             return pt.constant(beta, dtype=dtype) * old + pt.constant(1 - beta, dtype=dtype) * new
@@ -71,10 +74,13 @@ class AdamStep(UpdateOp):
         moments = [first, second]
         if self.amsgrad:
             moments.append(pt.maximum(largest[0], second))
-        scale = pt.sqrt(moments[-1]) * pt.reciprocal(pt.sqrt(weight2))
+        scale = pt.sqrt(moments[-1]) * pt.reciprocal(pt.sqrt(correction2))
         scale = scale + pt.constant(self.epsilon, dtype=dtype)
         kept = decayed(parameter, rate, self.weight_decay)
-        return [kept - rate / weight1 * first / scale, *moments]
+        return [
+            (kept - rate / correction1 * first / scale).astype(inputs[0].type.dtype),
+            *moments,
+        ]
 
 
 class LionStep(UpdateOp):
@@ -91,16 +97,22 @@ class LionStep(UpdateOp):
     weight_decay: float
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
-        parameter, gradient, momentum, rate = inputs
+        parameter, gradient, momentum, rate = widened(inputs)
         dtype = parameter.type.dtype
-        rate = rate.astype(dtype)
 
         def average(beta: float) -> Any:
             kept, new = (pt.constant(weight, dtype=dtype) for weight in (beta, 1 - beta))
             return kept * momentum + new * gradient
 
         kept = decayed(parameter, rate, self.weight_decay)
-        return [kept - rate * pt.sign(average(self.beta1)), average(self.beta2)]
+        new = kept - rate * pt.sign(average(self.beta1))
+        return [new.astype(inputs[0].type.dtype), average(self.beta2)]
+
+
+def widened(inputs: Sequence[Any]) -> list[Any]:
+    """Return the inputs of a step in the dtype in which it is computed, that of the state."""
+    dtype = at_least_float32(inputs[0].type.dtype)
+    return [v.astype(dtype) for v in inputs]
 
 
 def decayed(parameter: Any, rate: Any, weight_decay: float) -> Any:

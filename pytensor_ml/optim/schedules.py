@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import pytensor.tensor as pt
@@ -129,7 +131,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     Raises
     ------
     ValueError
-        If there is not one boundary less than there are schedules.
+        If there is not one boundary less than there are schedules, or they do not increase from
+        above 0.
 
     Examples
     --------
@@ -142,6 +145,11 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         raise ValueError(
             f"join_schedules got {len(schedules)} schedules and {len(boundaries)} boundaries, so "
             "it is not known where each begins. Pass one boundary for each but the first."
+        )
+    if any(start >= end for start, end in pairwise([0, *boundaries])):
+        raise ValueError(
+            f"join_schedules got the boundaries {list(boundaries)}, with which a schedule would "
+            "end before it begins. Pass steps above 0, each larger than the one before."
         )
 
     def schedule(step: TensorVariable) -> TensorVariable:
@@ -156,6 +164,11 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 
 def _warmed_up(schedule: Schedule, learning_rate: float, warmup_steps: int) -> Schedule:
+    if not isinstance(warmup_steps, Integral) or warmup_steps < 0:
+        raise ValueError(
+            f"A schedule got warmup_steps={warmup_steps}, in which the rate cannot climb. Pass an "
+            "int of at least 0."
+        )
     if not warmup_steps:
         return schedule
 

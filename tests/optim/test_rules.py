@@ -43,15 +43,14 @@ def gradients():
     }
 
 
-def trained(rules, gradients):
+def trained(rules, gradients, dtype="float32"):
     """Return, by rule, the values of its parameters after every step, all compiled as one."""
     inputs = {
-        name: pt.tensor(f"d{name}", shape=value.shape, dtype="float32")
-        for name, value in START.items()
+        name: pt.tensor(f"d{name}", shape=value.shape, dtype=dtype) for name, value in START.items()
     }
     updates, parameters = {}, {}
     for key, (rule, names) in rules.items():
-        own = [trainable(START[name].astype("float32"), name=name) for name in names]
+        own = [trainable(START[name].astype(dtype), name=name) for name in names]
         parameters[key] = dict(zip(names, own, strict=True))
         updates |= rule(Gradients((p, inputs[p.name]) for p in own), own)
     run = function(list(inputs.values()), [], updates=updates, on_unused_input="ignore")
@@ -158,6 +157,45 @@ def test_accumulation_takes_one_step_for_several_batches(transformed, gradients)
         assert_close(values["vector"], value)
 
 
+HALF = {
+    "sgd": (sgd(0.1), reference.sgd, {}),
+    "momentum": (sgd(0.1, 0.9), reference.sgd, {"momentum": 0.9}),
+    "adam": (adam(0.1), reference.adam, {"betas": (0.9, 0.999), "epsilon": 1e-8}),
+    "amsgrad": (
+        adam(0.1, amsgrad=True),
+        reference.adam,
+        {"betas": (0.9, 0.999), "epsilon": 1e-8, "amsgrad": True},
+    ),
+    "lion": (lion(0.1), reference.lion, {"betas": (0.9, 0.99), "weight_decay": 0.01}),
+}
+
+
+def test_float16_parameters_are_rounded_once_a_step(backend, gradients):
+    """In float16 Adam divides 0 by 0 where a gradient is 0, and squares above 255 overflow."""
+    if backend == "numba":
+        pytest.skip("Numba has no float16")
+    half = {name: value.astype("float16") for name, value in gradients.items()}
+    half["matrix"][:, 0] = [0, 300, -0.01]
+    rules = {name: (rule, ["matrix"]) for name, (rule, _, _) in HALF.items()}
+    rules["clipped"] = (chain(clip_by_global_norm(1.0), sgd(0.1)), ["matrix"])
+    rules["accumulated"] = (accumulate_gradients(sgd(0.1), STEPS), ["matrix"])
+    history, _ = trained(rules, half, "float16")
+
+    wide = half["matrix"].astype("float64")
+    expected = {
+        name: oracle(START["matrix"], wide, rates=[0.1] * STEPS, **options)
+        for name, (_, oracle, options) in HALF.items()
+    }
+    clipped = [reference.clipped([g], 1.0)[0] for g in wide]
+    expected["clipped"] = reference.sgd(START["matrix"], clipped, rates=[0.1] * STEPS)
+    expected["accumulated"] = reference.sgd(START["matrix"], [wide.mean(axis=0)], rates=[0.1])
+    for name, value in expected.items():
+        result = history[name][-1]["matrix"]
+        assert result.dtype == "float16"
+        # Half of the last bit for each step.
+        assert_close(result, value, STEPS * 2**-11)
+
+
 def test_a_gradient_that_is_nan_spoils_no_other():
     clip = clip_by_global_norm(1.0)
     a, b = (trainable(np.ones(2, "float32"), name=name) for name in "ab")
@@ -188,16 +226,19 @@ def test_errors_name_the_value_and_the_fix():
         compile_train(loss, clip_by_global_norm())
     with pytest.raises(ValueError, match="nothing to train"):
         compile_train(pt.scalar("x") ** 2, adam())
-    with pytest.raises(ValueError, match="rate of -1"):
-        sgd(-1)(loss, [w])
+    with pytest.raises(ValueError, match="does not reach unused"):
+        compile_train(loss, sgd()(loss, [w]), parameters=[w, unused])
     for make, what in (
+        (lambda: sgd(-1), "rate of -1"),
+        (lambda: adamw(np.nan), "rate of nan"),
         (lambda: adam(beta2=1), "beta2=1"),
-        (lambda: adamw(weight_decay=-1), "weight_decay=-1"),
+        (lambda: adamw(weight_decay=-1), "weight_decay=-1, with which parameters could grow"),
         (lambda: lion(beta1=-0.1), "beta1=-0.1"),
         (lambda: sgd(momentum=1), "momentum=1"),
         (lambda: sgd(nesterov=True), "without a momentum"),
         (lambda: clip_by_global_norm(0), "max_norm=0"),
         (lambda: accumulate_gradients(sgd(), 0), "n_batches=0"),
+        (lambda: accumulate_gradients(sgd(), 2.5), "n_batches=2.5"),
         (chain, "no transforms"),
     ):
         with pytest.raises(ValueError, match=what):

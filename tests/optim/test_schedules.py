@@ -49,3 +49,9 @@ def test_errors_name_the_value():
         cosine_schedule(0.1, 0)
     with pytest.raises(ValueError, match="2 schedules and 2 boundaries"):
         join_schedules([constant_schedule(0.1)] * 2, [1, 2])
+    for boundaries in ([0, 2], [3, 3], [3, 2], [-1, 2]):
+        with pytest.raises(ValueError, match=rf"boundaries \[{boundaries[0]}, {boundaries[1]}\]"):
+            join_schedules([constant_schedule(0.1)] * 3, boundaries)
+    for warmup_steps in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"warmup_steps={warmup_steps}"):
+            constant_schedule(0.1, warmup_steps=warmup_steps)
