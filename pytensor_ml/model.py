@@ -93,10 +93,11 @@ class Model:
         compile_kwargs : dict, optional
             What takes precedence over the model's own.
         loss : scalar tensor, optional
-            A loss built from the output, in the place of ``loss_fn``.
+            A loss built from the output or from what leads to it, in the place of ``loss_fn``.
+            Parameters of its own are trained too.
         inputs : sequence of Variable, optional
-            Inputs in calling order. Default is those of the output, the target, and others that
-            the loss needs.
+            Inputs in calling order. Default is those that the loss and the extra outputs need: of
+            the output's own, then the target, then others.
         extra_outputs : sequence of Variable, optional
             What to return besides the loss.
 
@@ -123,11 +124,12 @@ class Model:
         assert loss is not None
         if inputs is None:
             needed = collect_data_inputs([loss, *(extra_outputs or ())])
-            inputs = list(dict.fromkeys([*collect_data_inputs(self.y), *targets, *needed]))
+            ordered = dict.fromkeys([*collect_data_inputs(self.y), *targets, *needed])
+            inputs = [variable for variable in ordered if variable in needed]
         return compile_train(
             loss,
             rule,
-            parameters=self.weights,
+            parameters=list(dict.fromkeys([*self.weights, *collect_trainable_params(loss)])),
             inputs=inputs,
             extra_outputs=extra_outputs,
             compile_kwargs={**self._compile_kwargs, **(compile_kwargs or {})},

@@ -6,38 +6,33 @@ from helpers import assert_close
 
 from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.layers import (
-    DecoderBlock,
     Dropout,
     Embedding,
     Input,
     Linear,
     MoE,
-    MultiheadAttention,
-    RMSNorm,
-    RotaryEmbedding,
     Sequential,
-    TransformerStack,
     call_as_block,
 )
 from pytensor_ml.loss import CrossEntropy, SquaredError
 from pytensor_ml.model import Model
-from pytensor_ml.models import CausalLM
 from pytensor_ml.optim import (
     adamw,
     chain,
     clip_by_global_norm,
+    compile_train,
     cosine_schedule,
     scalar_state,
     sgd,
 )
+from pytensor_ml.params import trainable
 
 pytestmark = pytest.mark.skipif(
     pytensor.config.floatX != "float32", reason="the layers follow floatX"
 )
 VOCABULARY = 11
-CLOCKS = {"train/step_count", "adamw/step_count"}
-
-
+IGNORED = -100
+STEP_COUNTS = {"train/step_count", "adamw/step_count"}
 MIXTURE = {
     "d_model": 8,
     "hidden_dim": 4,
@@ -48,25 +43,38 @@ MIXTURE = {
 }
 
 
-def decoder(dropout):
-    """A decoder whose block has a mixture of experts."""
-    block = DecoderBlock(
-        "block",
-        attention=MultiheadAttention(
-            "attention", n_embd=8, n_head=2, n_kv_head=1, bias=False, is_causal=True
-        ),
-        feed_forward=MoE("moe", **MIXTURE),
-        attention_norm=RMSNorm("norm1", n_in=8),
-        feed_forward_norm=RMSNorm("norm2", n_in=8),
-        dropout=dropout,
-    )
-    network = CausalLM(
-        embedding=Embedding("tokens", n_embeddings=VOCABULARY, n_features=8),
-        stack=TransformerStack("stack", [block], rotary=RotaryEmbedding(rotary_dim=4)),
-        norm=RMSNorm("norm", n_in=8),
-        max_positions=16,
-    )
-    return network(Input("ids", shape=(None, None), dtype="int64"))
+def begin(seed, dropout):
+    """Return a training step of a mixture of experts with all that keeps state."""
+    moe = MoE("moe", **MIXTURE)
+    inner, outer = (Dropout(f"{where}_dropout", p=dropout) for where in ("inner", "outer"))
+    ids = Input("ids", (None, None), "int64")
+    x = outer(Embedding("tokens", n_embeddings=VOCABULARY, n_features=8)(ids))
+    x = call_as_block(lambda x: x + inner(moe(x)), x, name="block")
+    model = Model(Linear("head", n_in=8, n_out=VOCABULARY)(x)).initialize(seed)
+    schedule = cosine_schedule(0.03, 90, warmup_steps=10)
+    rule = chain(clip_by_global_norm(1.0), adamw(schedule, beta2=0.99))
+    loss_fn = CrossEntropy(expect_logits=True, ignore_index=IGNORED)
+    return model.compile_train(rule, loss_fn, {"random_seed": seed, "on_unused_input": "raise"})
+
+
+@pytest.fixture(scope="module")
+def twins():
+    return [begin(0, dropout=0.1) for _ in range(2)]
+
+
+def values_by_name(step):
+    """Return copies of all that a step reads or updates."""
+    values = {v.name: v.get_value() for v in step.get_shared()}
+    return {
+        name: value.bit_generator.state if "/rng_" in name else np.array(value)
+        for name, value in values.items()
+    }
+
+
+def assert_same(some, others):
+    assert some.keys() == others.keys()
+    for name, value in some.items():
+        np.testing.assert_equal(value, others[name])
 
 
 def batches(first, last):
@@ -76,43 +84,74 @@ def batches(first, last):
         yield ids[:, :-1], ids[:, 1:]
 
 
-def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(backend, tmp_path):
-    """Dropout, the mixture's bias, clocks, moments and the schedule go on where they stopped."""
+def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(backend, twins, tmp_path):
+    """Dropout, the mixture's bias, step counts, moments and the schedule go on."""
     # JAX and MLX draw from generators of their own, which a checkpoint does not hold.
     exact = backend in ("c", "numba")
-
-    def begin(seed):
-        model = Model(decoder(dropout=0.1 if exact else 0.0)).initialize(seed)
-        schedule = cosine_schedule(0.03, 90, warmup_steps=10)
-        rule = chain(clip_by_global_norm(1.0), adamw(schedule, beta2=0.99))
-        kwargs = {"random_seed": seed}
-        return model.compile_train(rule, CrossEntropy(expect_logits=True), kwargs)
-
-    one = begin(0)
+    one, other = twins if exact else [begin(seed, dropout=0.0) for seed in (0, 1)]
     losses = [float(one(*batch)) for batch in batches(0, 50)]
     save_state(one.get_shared(), tmp_path / "step_50.safetensors")
     losses += [float(one(*batch)) for batch in batches(50, 100)]
 
-    other = begin(1)
     load_state(other.get_shared(), tmp_path / "step_50.safetensors")
     resumed = [float(other(*batch)) for batch in batches(50, 100)]
 
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
-    states = [{v.name: v.get_value() for v in step.get_shared()} for step in (one, other)]
-    assert states[0].keys() == states[1].keys() >= {*CLOCKS, "moe_selection_bias"}
-    assert all(states[1][name] == 100 for name in CLOCKS)
-    assert np.any(np.asarray(states[1]["moe_selection_bias"]))
+    states = [values_by_name(step) for step in (one, other)]
+    assert states[0].keys() == states[1].keys() >= {*STEP_COUNTS, "moe_selection_bias"}
+    assert all(states[1][name] == 100 for name in STEP_COUNTS)
+    assert np.any(states[1]["moe_selection_bias"])
     if not exact:
         np.testing.assert_allclose(resumed, losses[50:], rtol=1e-4)
         return
     assert resumed == losses[50:]
-    generators = [name for name in states[0] if "/rng_" in name]
-    assert len(generators) == 2
-    for name, value in states[0].items():
-        if name in generators:
-            assert value.bit_generator.state == states[1][name].bit_generator.state
-        else:
-            np.testing.assert_array_equal(value, states[1][name])
+    assert sum("/rng_" in name for name in states[0]) == 2
+    assert_same(*states)
+
+
+def test_a_refused_step_changes_nothing(twins, tmp_path):
+    """Nor does finding out why: masks and the mixture's bias go on as if it had not been."""
+    one, other = twins
+    save_state(one.get_shared(), tmp_path / "state.safetensors")
+    load_state(other.get_shared(), tmp_path / "state.safetensors")
+    for batch in batches(0, 2):
+        for step in twins:
+            step(*batch)
+    before = values_by_name(one)
+    ids, target = next(batches(2, 3))
+    target = target.copy()
+    target[0, 0] = IGNORED
+    wrong = target.copy()
+    wrong[1, 0] = VOCABULARY
+    with pytest.raises(ValueError, match=rf"targets run from \d+ to {VOCABULARY}, but"):
+        one(ids, wrong)
+    assert_same(values_by_name(one), before)
+
+    [weight] = [v for v in one.get_shared() if v.name == "head_W"]
+    weight.set_value(np.full_like(before["head_W"], 3e38))
+    with pytest.raises(FloatingPointError, match="the gradient of head_"):
+        one(ids, target)
+    weight.set_value(before["head_W"])
+    assert_same(values_by_name(one), before)
+    after = [[float(step(*batch)) for batch in batches(3, 6)] for step in twins]
+    np.testing.assert_allclose(*after, rtol=1e-6)
+
+
+def test_a_refused_step_is_explained_by_its_own_draws():
+    def compiled():
+        scales = [trainable(np.float32(1), name=f"scale_{i}") for i in range(8)]
+        y = Dropout("dropout", p=0.5, random_state=0)(pt.stack(scales))
+        loss = pt.log(y + pt.scalar("shift", dtype="float32")).sum()
+        return compile_train(loss, sgd(0.0), extra_outputs=[y])
+
+    allowed, refused = compiled(), compiled()
+    for step in (allowed, refused):
+        step(np.float32(1))
+    _, kept = allowed(np.float32(1))
+    n_dropped = int((np.asarray(kept) == 0).sum())
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match=f"so are {n_dropped} of 8"):
+            refused(np.float32(0))
 
 
 def test_the_gradient_uses_the_mask_of_the_forward_pass():
@@ -214,3 +253,14 @@ def test_one_seed_draws_the_same_parameters():
     assert {p.name for p in model.weights} == {"fc_W", "fc_b"}
     assert all(np.array_equal(a, b) for a, b in zip(values[0], values[1], strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(values[0], values[2], strict=True))
+
+
+def test_a_loss_takes_the_inputs_that_it_needs_and_trains_its_own_parameters():
+    x, z = Input("x", (None, 2)), Input("z", (None, 1))
+    hidden = Linear("hidden", n_in=2, n_out=1)(x)
+    model = Model(hidden * z).initialize(0)
+    own = Linear("own", n_in=1, n_out=1)
+    step = model.compile_train(sgd(0.1), loss=pt.sqr(own(hidden) - 1).mean())
+    before = own.W.get_value()
+    step(np.ones((3, 2), "float32"))
+    assert np.all(np.asarray(own.W.get_value()) != before)

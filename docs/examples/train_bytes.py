@@ -151,7 +151,10 @@ def main(options: argparse.Namespace) -> None:
     n_steps = size["steps"] if options.steps is None else options.steps
     warmup = n_steps // 20
     if n_steps < 20:
-        raise ValueError(f"--steps is {n_steps}; ask for at least 20.")
+        raise ValueError(
+            f"--steps is {n_steps}, of which a twentieth, the warm-up, is none. Ask for at least "
+            "20."
+        )
     state, history = options.folder / "state.safetensors", options.folder / "curves.json"
     if options.resume and not state.exists():
         raise FileNotFoundError(

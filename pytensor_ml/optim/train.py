@@ -62,7 +62,7 @@ def compile_train(
     ------
     ValueError
         If there is nothing to train, the loss does not reach a parameter or is no scalar, or the
-        rule does not end with an optimizer.
+        rule does not end with an optimizer. Updates that are ready are held to the same.
 
     Examples
     --------
@@ -83,7 +83,12 @@ def compile_train(
             "There is nothing to train: the loss depends on no trainable parameter. Build it from "
             "layers, or name shared variables in `parameters`."
         )
-    updates = rule if isinstance(rule, Updates) else rule(loss, parameters)
+    if isinstance(rule, Updates):
+        # Nobody else has asked yet whether the loss reaches all parameters.
+        get_gradients(loss, parameters)
+        updates = rule
+    else:
+        updates = rule(loss, parameters)
     if isinstance(updates, Gradients):
         raise ValueError(
             "The rule gives gradients, along which parameters would go uphill. End the chain with "
@@ -109,7 +114,8 @@ class TrainStep:
     """A compiled training step: called with a batch, it returns the loss before the step.
 
     With extra outputs it returns a list of the loss and these. New values take the place of the old
-    ones only if the loss is finite, and stay where the backend computes.
+    ones only if the loss is finite, and stay where the backend computes. Otherwise parameters,
+    state of the optimizer, what layers keep and generators are all as they were.
 
     Attributes
     ----------
@@ -123,7 +129,8 @@ class TrainStep:
     FloatingPointError
         When called, if the loss is not finite. The message has the number of the step, counted from
         1, and the parameter whose gradient was the first not to be finite on the way back from the
-        loss; to find it, the gradients are compiled and computed once more.
+        loss; to find it, the gradients are compiled and computed once more, with the draws of the
+        step.
     ValueError
         When called, if targets are ids of no class.
     """
@@ -142,16 +149,24 @@ class TrainStep:
         self.step_count = scalar_state("train/step_count", 0, "int64")
         self._updated = list(updated)
         self._cells = [variable.container.storage for variable in updated]
+        self._written = list(_cells_written_by(function).values())
         self._loss = loss
         self._parameters = list(parameters)
         self._inputs = list(inputs)
         self._compile_kwargs = compile_kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        kept = [_Kept(cell) for cell in self._written]
         results = self.function(*args, **kwargs)
         outputs = results[: len(results) - len(self._cells)]
         if not np.isfinite(np.asarray(outputs[0])):
-            self._raise_for(np.asarray(outputs[0]), *args, **kwargs)
+            for value in kept:
+                value.restore()
+            try:
+                self._raise_for(np.asarray(outputs[0]), *args, **kwargs)
+            finally:
+                for value in kept:
+                    value.restore()
         for cell, new in zip(self._cells, results[len(outputs) :], strict=True):
             cell[0] = new
         self.step_count.set_value(self.step_count.get_value() + 1)
@@ -160,27 +175,36 @@ class TrainStep:
     def get_shared(self) -> list[SharedVariable]:
         """Return all that a step reads or updates, for ``save_state`` and ``load_state``.
 
-        These are parameters and what layers keep, state and clocks of the optimizer, generators,
-        and learning rates that are shared variables.
+        These are parameters and what layers keep, state and step count of the optimizer,
+        generators, and learning rates that are shared variables.
         """
         return list(dict.fromkeys([*self.function.get_shared(), *self._updated, self.step_count]))
 
     def _raise_for(self, loss: np.ndarray, *args: Any, **kwargs: Any) -> None:
         """Find out why the loss is not finite, and raise."""
         scored = [
-            node.inputs[:2]
+            node
             for node in applys_between([], [self._loss])
             if isinstance(node.op, CrossEntropyLayer | ProbabilityCrossEntropyLayer)
         ]
         parameters = in_backward_order(self._parameters, self._loss)
-        graph = [*get_gradients(self._loss, parameters), *(ids for _, ids in scored)]
-        diagnose = function(self._inputs, graph, on_unused_input="ignore", **self._compile_kwargs)
+        graph = [*get_gradients(self._loss, parameters), *(node.inputs[1] for node in scored)]
+        options = {**self._compile_kwargs, "on_unused_input": "ignore"}
+        for which in ("random_seed", "updates"):
+            options.pop(which, None)
+        diagnose = function(self._inputs, graph, **options)
+        # JAX and MLX compile with generators of their own, which are to draw what the step drew.
+        cells = _cells_written_by(self.function)
+        for variable, cell in _cells_written_by(diagnose).items():
+            if variable in cells:
+                cell[0] = cells[variable][0]
         values = [np.asarray(value) for value in diagnose(*args, **kwargs)]
         fault = f"The loss is {loss} at step {int(self.step_count.get_value()) + 1}: "
         kept = " Nothing was updated: parameters and optimizer are as they were before this step."
 
-        for (predictions, _), ids in zip(scored, values[len(parameters) :], strict=True):
-            n_classes: Any = predictions.type.shape[-1]
+        for node, ids in zip(scored, values[len(parameters) :], strict=True):
+            n_classes: Any = node.inputs[0].type.shape[-1]
+            ids = ids[ids != node.op.ignore_index]
             if ids.size and (ids.min() < 0 or ids.max() >= n_classes):
                 raise ValueError(
                     f"{fault}targets run from {ids.min()} to {ids.max()}, but there are "
@@ -214,7 +238,37 @@ class TrainStep:
 def in_backward_order(parameters: Sequence[Parameter], loss: TensorVariable) -> list[Parameter]:
     """Return the parameters, those first that are used last on the way to the loss."""
     last_use = {v: i for i, node in enumerate(toposort([loss])) for v in node.inputs}
-    return sorted(parameters, key=lambda parameter: -last_use[parameter])
+    # The loss can be a parameter, which no node uses.
+    return sorted(parameters, key=lambda parameter: -last_use.get(parameter, -1))
+
+
+class _Kept:
+    """The value of a cell before a step, which on C and Numba may write into it."""
+
+    def __init__(self, cell: list[Any]):
+        self._cell = cell
+        self._value = cell[0]
+        self._copy: Any = None
+        if isinstance(self._value, np.ndarray):
+            self._copy = self._value.copy()
+        elif isinstance(self._value, np.random.Generator):
+            self._copy = self._value.bit_generator.state
+
+    def restore(self) -> None:
+        """Put the value back, any number of times."""
+        if isinstance(self._value, np.random.Generator):
+            self._value.bit_generator.state = self._copy
+        is_array = isinstance(self._value, np.ndarray)
+        self._cell[0] = self._copy.copy() if is_array else self._value
+
+
+def _cells_written_by(function: Function) -> dict[Variable, list[Any]]:
+    """Return where a function keeps the shared variables that it updates itself."""
+    return {
+        given.variable: container.storage
+        for given, container in zip(function.maker.inputs, function.input_storage, strict=True)
+        if given.update is not None
+    }
 
 
 def _is_finite(value: Any) -> bool:
