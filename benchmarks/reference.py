@@ -78,6 +78,36 @@ def llama_block(x, w, angle, *, n_head, n_kv_head, epsilon, pairing):
     return x + (silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
 
 
+def llama_loss(inputs, *, n_layers, n_head, n_kv_head, epsilon):
+    """Return the mean cross-entropy of each token given those before it.
+
+    Weights have the names and shapes that transformers gives them.
+    """
+    w = {name: np.asarray(v, "float64") for name, v in inputs.items() if name != "ids"}
+    losses = []
+    for ids in inputs["ids"]:
+        x = w["model.embed_tokens.weight"][ids[:-1]]
+        for i in range(n_layers):
+            layer = {
+                short: w[f"model.layers.{i}.{name}.weight"].T for short, name in _NAMES.items()
+            }
+            head_dim = layer["q"].shape[1] // n_head
+            x = llama_block(
+                x,
+                layer,
+                angles(np.arange(len(x)), head_dim, 10_000.0),
+                n_head=n_head,
+                n_kv_head=n_kv_head,
+                epsilon=epsilon,
+                pairing="half",
+            )
+        logits = rms_norm(x, w["model.norm.weight"], epsilon) @ w["lm_head.weight"].T
+        logits -= logits.max(axis=-1, keepdims=True)
+        taken = logits[np.arange(len(x)), ids[1:]]
+        losses.append(np.log(np.exp(logits).sum(axis=-1)) - taken)
+    return np.mean(losses)
+
+
 def plain_block(x, w, *, n_head, epsilon):
     h = layer_norm(x, w["norm1"], w["loc1"], epsilon)
     q, k, v = (split_heads(h @ w[name], n_head) for name in "qkv")
@@ -135,6 +165,17 @@ class Llama:
         return values if name == "token_embd" else values.T
 
 
+_NAMES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
 _TENSORS = {
     "q": "attn_q",
     "k": "attn_k",

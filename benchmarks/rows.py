@@ -121,6 +121,7 @@ def make_rows(model: Path | None) -> list[Row]:
         *(rotary_gradient_row(pairing) for pairing in ("half", "adjacent")),
         *stack_rows(n_layers=30, fewer=2),
         plain_stack_row(4),
+        train_row(),
     ]
     return rows if model is None else [*rows, *model_rows(model)]
 
@@ -319,6 +320,73 @@ def plain_stack_row(n_layers: int) -> Row:
         settings={"n_layers": n_layers},
         in_new_processes=True,
         rounds=1,
+    )
+
+
+def train_row() -> Row:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+    }
+    width, hidden = 256, 768
+    block = {
+        "self_attn.q_proj": (256, width),
+        "self_attn.k_proj": (128, width),
+        "self_attn.v_proj": (128, width),
+        "self_attn.o_proj": (width, 256),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+
+    def inputs() -> Inputs:
+        shapes = {"model.embed_tokens.weight": (1024, width), "lm_head.weight": (1024, width)}
+        scales = ["model.norm.weight"]
+        for i in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{i}"
+            shapes |= {f"{layer}.{name}.weight": shape for name, shape in block.items()}
+            scales += [f"{layer}.{name}.weight" for name in norms]
+        return {
+            "ids": np.random.default_rng(0).integers(1024, size=(8, 257)),
+            **{name: normal(*shape, seed=i) / 16 for i, (name, shape) in enumerate(shapes.items())},
+            **{name: 1 + normal(width, seed=i) / 8 for i, name in enumerate(scales)},
+        }
+
+    def error(inputs: Inputs, settings: dict[str, Any], outputs: list[np.ndarray]) -> float:
+        """Return the error of the loss before the first step."""
+        loss = reference.llama_loss(inputs, n_layers=6, n_head=4, n_kv_head=2, epsilon=1e-5)
+        return float(abs(outputs[0] - loss) / loss)
+
+    # MLX multiplies matrices fast on Apple silicon only.
+    ours = replace(
+        OURS, module="models", backends=BACKENDS if sys.platform == "darwin" else BACKENDS[:-1]
+    )
+    return Row(
+        name="train",
+        title="AdamW step, 6 layers of width 256, 8 x 256 tokens",
+        task="train_step",
+        inputs=inputs,
+        error=error,
+        tolerance=BLOCKS,
+        contestants=[
+            ours,
+            replace(FLAX, module="linen"),
+            replace(TORCH, module="huggingface", backends=ours.backends),
+        ],
+        settings={"config": config},
+        rounds=7,
     )
 
 

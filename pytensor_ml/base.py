@@ -14,6 +14,7 @@ from pytensor.graph.null_type import NullType
 from pytensor.graph.op import Op
 from pytensor.graph.replace import graph_replace
 from pytensor.graph.traversal import graph_inputs
+from pytensor.scalar.basic import discrete_dtypes
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
 
@@ -123,7 +124,7 @@ class BlockOp(OpFromGraph):
     Parameters
     ----------
     inputs, outputs : list of Variable
-        The graph; equal graphs make equal ops.
+        The graph. Ops of equal graphs are equal, if they also treat states and recompute alike.
     update_map : dict from int to int
         Which outputs are new values of which inputs (:class:`StatefulOp`).
     recompute : bool
@@ -161,13 +162,27 @@ class BlockOp(OpFromGraph):
     def update_map(self) -> dict[int, int]:
         return self._update_map
 
+    @property
+    def _are_discrete(self) -> list[bool]:
+        return [getattr(kind, "dtype", None) in discrete_dtypes for kind in self.output_types]
+
+    def connection_pattern(self, node: Apply) -> list[list[bool]]:
+        return [
+            [c and not d for c, d in zip(connected, self._are_discrete, strict=True)]
+            for connected in super().connection_pattern(node)
+        ]
+
     def pullback(
         self,
         inputs: Sequence[Variable],
         outputs: Sequence[Variable],
         cotangents: Sequence[Variable],
     ) -> list[Variable]:
-        connected = tuple(not isinstance(v.type, DisconnectedType) for v in cotangents)
+        # PyTensor gives zeros for what is counted or compared, which has no cotangent.
+        connected = tuple(
+            not (isinstance(cotangent.type, DisconnectedType) or is_discrete)
+            for cotangent, is_discrete in zip(cotangents, self._are_discrete, strict=True)
+        )
         if connected not in self._pullbacks:
             self._pullbacks[connected] = self._make_pullback(connected)
         return self._pullbacks[connected](inputs, cotangents)
@@ -205,6 +220,7 @@ class BlockOp(OpFromGraph):
                 name=None if self.name is None else f"{self.name}Pullback",
             ),
             kept=kept,
+            connected=connected,
             gradient_types=[v.type for v in gradients],
         )
 
@@ -251,6 +267,7 @@ class _Pullback(NamedTuple):
     forward: BlockWithResiduals | None
     op: BlockPullback
     kept: list[int]
+    connected: tuple[bool, ...]
     gradient_types: list[Any]
 
     def __call__(
@@ -260,7 +277,7 @@ class _Pullback(NamedTuple):
         if self.forward is not None:
             outputs: Any = self.forward(*inputs, return_list=True)
             residuals = outputs[self.forward.n_outputs :]
-        given = [v for v in cotangents if not isinstance(v.type, DisconnectedType)]
+        given = [v for v, has in zip(cotangents, self.connected, strict=True) if has]
         read = [inputs[i] for i in self.kept]
         gradients: Any = self.op(*read, *residuals, *given, return_list=True)
         made = iter(gradients)

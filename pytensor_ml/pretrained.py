@@ -243,15 +243,15 @@ def from_pretrained(
             "'auto', 'pytensor' or 'huggingface'."
         )
     if source_format == "auto":
-        folder = path if path.is_dir() else path.parent
-        beside = folder / CONFIG_FILENAME
-        is_own = (path.is_dir() or beside.is_file()) and _is_own(read_json(beside))
-        if is_own and path.name in (CONFIG_FILENAME, WEIGHTS_FILENAME) and path.is_file():
+        is_part = path.is_file() and path.name in (CONFIG_FILENAME, WEIGHTS_FILENAME)
+        config = (path.parent if is_part else path) / CONFIG_FILENAME
+        is_own = (path.is_dir() or config.is_file()) and _is_own(read_json(config))
+        if is_own and is_part:
             raise ValueError(
                 f"{path} is one of the two files of a network that save_pretrained wrote. Pass "
-                f"their folder, {folder}."
+                f"their folder, {path.parent}."
             )
-        source_format = "pytensor" if is_own and path.is_dir() else "huggingface"
+        source_format = "pytensor" if is_own else "huggingface"
     if source_format == "huggingface":
         return _load_published(path, variant)
     if variant is not None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pytensor.compile.builders import infer_shape
 from pytensor.gradient import DisconnectedType, grad
-from pytensor.graph.basic import Constant, Variable
+from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import graph_replace
 from pytensor.graph.rewriting.basic import MergeOptimizer
@@ -77,32 +77,34 @@ def find_residuals(
         for v in node.inputs
         if v not in dependent
     ]
-    found: dict[Variable, None] = {}
+    of_shapes = _of_shapes_alone(nodes)
+    found: set[Variable] = set()
     seen = set(inputs)
     while read:
-        v = read.pop(0)
+        v = read.pop()
         if v in seen or isinstance(v, Constant):
             continue
         seen.add(v)
-        if v.owner is not None and (_is_view(v) or _is_of_shapes(v)):
+        if v.owner is not None and (_is_view(v.owner) or v in of_shapes):
             read += v.owner.inputs
         else:
-            found[v] = None
+            found.add(v)
 
-    def is_kept(v: Variable) -> bool:
-        return v in found or v in inputs or isinstance(v, Constant) or follows(v)
+    def follows(wanted: Variable) -> bool:
+        known = {*inputs, *found} - {wanted}
+        for node in nodes:
+            is_cheap = (
+                isinstance(node.op, Elemwise) or _is_view(node) or node.outputs[0] in of_shapes
+            )
+            if is_cheap and all(v in known or isinstance(v, Constant) for v in node.inputs):
+                known.update(node.outputs)
+        return wanted in known
 
-    def follows(v: Variable) -> bool:
-        is_cheap = v.owner is not None and (
-            isinstance(v.owner.op, Elemwise) or _is_view(v) or _is_of_shapes(v)
-        )
-        return is_cheap and all(map(is_kept, v.owner.inputs))
-
-    for v in [v for node in reversed(nodes) for v in node.outputs if v in found]:
-        del found[v]
-        if not follows(v):
-            found[v] = None
-    return [v for node in nodes for v in node.outputs if v in found]
+    ordered = [v for node in nodes for v in node.outputs if v in found]
+    for v in reversed(ordered):
+        if follows(v):
+            found.remove(v)
+    return [v for v in ordered if v in found]
 
 
 def merged(inputs: Sequence[Variable], outputs: Sequence[Variable]) -> list[Variable]:
@@ -123,15 +125,16 @@ def on_stand_ins(
     return stand_ins, replaced
 
 
-def _is_view(v: Variable) -> bool:
-    return bool(getattr(v.owner.op, "view_map", None))
+def _is_view(node: Apply) -> bool:
+    return bool(getattr(node.op, "view_map", None))
 
 
-def _is_of_shapes(v: Variable) -> bool:
-    shapes = [a for a in ancestors([v]) if a.owner is not None and _is_shape(a)]
-    roots = [a for a in ancestors([v], blockers=shapes) if a.owner is None]
-    return all(isinstance(root, Constant) for root in roots)
-
-
-def _is_shape(v: Variable) -> bool:
-    return isinstance(v.owner.op, Shape | Shape_i)
+def _of_shapes_alone(nodes: Sequence[Apply]) -> set[Variable]:
+    """Return what is made of shapes and constants, of nodes in their order."""
+    found: set[Variable] = set()
+    for node in nodes:
+        if isinstance(node.op, Shape | Shape_i) or all(
+            v in found or isinstance(v, Constant) for v in node.inputs
+        ):
+            found.update(node.outputs)
+    return found

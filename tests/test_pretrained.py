@@ -349,6 +349,11 @@ def test_what_a_folder_may_be(folder, tmp_path):
     for part in ("config.json", "model.safetensors"):
         with pytest.raises(ValueError, match=rf"{part} is one of the two files.*Pass their folder"):
             from_pretrained(folder / part)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "other.gguf").write_bytes(b"GGUF")
+    (tmp_path / "beside" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.gguf"):
+        from_pretrained(tmp_path / "beside" / "other.gguf")
     with pytest.raises(ValueError, match="whose folder from_pretrained loads"):
         load_causal_lm(folder)
     with pytest.raises(FileNotFoundError, match=r"is a folder.*Pass the config\.json"):

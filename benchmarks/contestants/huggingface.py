@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.contestants import Task
 
@@ -43,6 +43,25 @@ def prefill(inputs, model):
     @torch.inference_mode()
     def run():
         return [llm(input_ids=prompt, use_cache=True, logits_to_keep=1).logits[:, -1]]
+
+    return Task(run)
+
+
+def train_step(inputs, config):
+    """Take a step of AdamW and return the loss before it."""
+    llm = LlamaForCausalLM(LlamaConfig(**config)).train()
+    weights = {name: torch.from_numpy(value) for name, value in inputs.items() if name != "ids"}
+    llm.load_state_dict(weights)
+    rule = torch.optim.AdamW(llm.parameters(), lr=1e-3, weight_decay=0.01)
+    ids = torch.from_numpy(inputs["ids"])
+
+    def run():
+        logits = llm(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        rule.zero_grad()
+        loss.backward()
+        rule.step()
+        return [loss.detach()]
 
     return Task(run)
 

@@ -25,7 +25,7 @@ from pytensor.tensor.shape import Reshape, Shape, Shape_i, SpecifyShape
 from pytensor.tensor.signal.conv import Convolve1d, Convolve2d
 from pytensor.tensor.sort import ArgSortOp, SortOp
 
-from pytensor_ml import generation, state
+from pytensor_ml import generation, loss, state
 from pytensor_ml.base import BlockOp, BlockPullback, BlockWithResiduals
 from pytensor_ml.layers import (
     attention,
@@ -60,6 +60,9 @@ OPS: dict[str, type[Op]] = _by_name(
     generation.CacheWrite,
     linear.LinearLayer,
     linear.LinearPullback,
+    loss.CrossEntropyLayer,
+    loss.CrossEntropyPullback,
+    loss.ProbabilityCrossEntropyLayer,
     moe.BalanceLossLayer,
     moe.BalanceLossPullback,
     moe.ConvertLayer,
@@ -307,9 +310,9 @@ DEFAULT_PROPS: dict[Any, Mapping[str, Any]] = {
 LARGEST_PROP = 4096
 # ... but for these props, by which no graph grows.
 UNBOUNDED_PROPS = {"base", "n_embeddings", "n_features", "n_in", "n_out", "scaling", "window"}
-# A graph of 256 rounds of a maximum takes a second to build, be they of one op or of several.
-SMALLER_PROPS = {"top_k": 128, "top_k_groups": 128}
-MOST_ROUNDS = 192
+# A graph of 96 rounds of a maximum takes half a second to build, be they of one op or of several.
+SMALLER_PROPS = {"top_k": 64, "top_k_groups": 64}
+MOST_ROUNDS = 96
 
 # These make constants as long as an axis of their inputs, which a file may claim to be of any
 # length.

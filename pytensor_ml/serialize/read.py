@@ -136,8 +136,9 @@ class GraphReader:
                     f"{where} gives {op} an axis of {max(lengths)}, and its graph would grow with "
                     f"it; at most {LONGEST_AXIS} are allowed"
                 )
+        self._count_rounds(op, inputs, where)
         try:
-            node = self._node(op, inputs, where)
+            node = self._node(op, inputs)
         except Exception as error:
             raise ValueError(f"{where} has inputs that {op} does not take: {error}") from error
         if node.inputs != inputs:
@@ -153,18 +154,23 @@ class GraphReader:
             )
         return node
 
-    def _node(self, op: Any, inputs: list[Variable], where: str) -> Apply:
+    def _count_rounds(self, op: Any, inputs: list[Variable], where: str) -> None:
+        if _call_of(op, inputs) in self._typed:
+            return
+        self._rounds += sum(getattr(op, prop, 0) for prop in SMALLER_PROPS)
+        if self._rounds > MOST_ROUNDS:
+            raise ValueError(
+                f"{where} and the nodes before it select the best {self._rounds} experts and "
+                f"groups, counting equal routers once; at most {MOST_ROUNDS} are loaded. Give "
+                "mixtures equal settings and input types, or a smaller top_k."
+            )
+
+    def _node(self, op: Any, inputs: list[Variable]) -> Apply:
         if not isinstance(op, SymbolicOp):
             return op.make_node(*inputs)
         # Such an op has a graph for the types it is called with; equal calls share it.
-        key = (id(op), tuple(x.type for x in inputs))
+        key = _call_of(op, inputs)
         if key not in self._typed:
-            self._rounds += sum(getattr(op, prop, 0) for prop in SMALLER_PROPS)
-            if self._rounds > MOST_ROUNDS:
-                raise ValueError(
-                    f"{where} and the nodes before it select by {self._rounds} rounds of a "
-                    f"maximum, counted once for equal ones, and at most {MOST_ROUNDS} are allowed"
-                )
             outputs: Any = as_published(op, inputs)(*inputs, return_list=True)
             self._typed[key] = outputs[0].owner.op
         return self._typed[key].make_node(*inputs)
@@ -261,6 +267,10 @@ class GraphReader:
             profile=False,
             **{name: entry_of(value, name, kind, where) for name, kind in options.items()},
         )
+
+
+def _call_of(op: Any, inputs: list[Variable]) -> tuple[Any, ...]:
+    return id(op), *(x.type for x in inputs)
 
 
 def read_initializer(value: Any, where: str) -> Initializer:

@@ -7,6 +7,7 @@ of calls: with blocks inside of stacks, most of the time of compiling.
 from collections.abc import Callable
 from typing import Any
 
+from llvmlite import ir
 from numba.core import compiler, types
 from numba.core.environment import Environment
 from numba.core.registry import cpu_target
@@ -19,8 +20,7 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
     Parameters
     ----------
     dispatcher : Dispatcher
-        Function made by ``numba.njit`` with ``cache=True``; if it takes ``*args`` it takes nothing
-        else.
+        Function of ``numba.njit`` that Numba caches; if it takes ``*args`` it takes nothing else.
 
     Returns
     -------
@@ -39,6 +39,13 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
                 values = [builder.extract_value(packed, i) for i in range(len(args))]
                 # Parameters left to their defaults are passed as nothing.
                 values += [None] * (len(folded) - len(args))
+            if result.library.has_dynamic_globals:
+                # It holds an address of this process, such as a large constant's, so Numba does not
+                # cache it. By a variable of such a name it does not cache the caller either.
+                name = f"numba.dynamic.globals.{result.fndesc.mangled_name}"
+                if name not in builder.module.globals:
+                    mark = ir.GlobalVariable(builder.module, ir.IntType(8), name)
+                    mark.initializer, mark.linkage = ir.IntType(8)(0), "weak"
             environment = _environment_of(dispatcher, result)
             context.declare_env_global(builder.module, environment.env_name)
             return context.call_internal(builder, result.fndesc, result.signature, values)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pytensor_ml.models.loading.gguf import GGUFCheckpoint, GGUFFile
-from pytensor_ml.models.loading.safetensors import most_values, read_json
+from pytensor_ml.models.loading.safetensors import most_values, read_json, without_duplicates
 
 # Codes of `tokenizer.ggml.token_type`.
 _NORMAL = 1
@@ -163,6 +163,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, in which special tokens may be spelled out."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode got {text!r:.100}, which has no tokens. Pass a text.")
         with _library_errors("The tokenizer cannot be used: encoding a text failed"):
             ids = self._backend.encode(text).ids
         return [*self._prefix, *ids, *self._suffix]
@@ -243,10 +245,7 @@ def _read_tokenizer_json(path: Path) -> bytes:
 
 
 def _check_object(pairs: list[tuple[str, Any]]) -> None:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r:.100} appears twice")
+    entry = without_duplicates(pairs)
     # At these the library panics, where no exception can always be made of it. No decoder that is
     # supported has them; the prefix only matters to merges.
     if entry.get("type") == "Precompiled":

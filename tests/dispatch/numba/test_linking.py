@@ -29,6 +29,17 @@ def make_inner(limit):
 
     return cached_as(numba_njit(inner, final_function=True), "inner_key")
 
+# Numba puts the address of a large constant into the code.
+table = np.ones(200_000)
+def large(i):
+    return table[i]
+
+large = cached_as(numba_njit(large, final_function=True), "large_key")
+uses = cached("def uses(i): return large(i)", "uses", large=call_by_symbol(large))
+if len(sys.argv) == 1:
+    assert uses(3) == 1
+    print("cached", bool(list(Path(uses._cache.cache_path).glob("string.uses-*"))))
+    sys.exit()
 inner = make_inner(3)
 middle = cached("def middle(*args): return inner(*args)", "middle", inner=call_by_symbol(inner))
 linked = cached("def linked(*args): return middle(*args)", "linked", middle=call_by_symbol(middle))
@@ -92,6 +103,10 @@ def test_called_code_is_not_copied_and_comes_with_its_caller_from_the_cache(run,
             file.unlink()
     assert run("outer") == ["too long", "hits 1 misses 0"]
     assert run("other") == ["too long", "hits 1 misses 0"]
+
+
+def test_a_caller_of_what_holds_an_address_is_not_cached(run):
+    assert run() == ["cached False"]
 
 
 def test_a_caller_of_what_the_cache_lost_is_compiled_again(run, tmp_path):

@@ -430,7 +430,7 @@ class TestFolder:
             (b"{}", "does not hold a tokenizer"),
             (b"\xff", "does not hold a tokenizer.*utf-8"),
             (b"[" * 100_000, "does not hold a tokenizer.*recursion"),
-            (b'{"a": 1, "a": 1}', "does not hold a tokenizer: 'a' appears twice"),
+            (b'{"a": 1, "a": 1}', "does not hold a tokenizer: a appears twice"),
             (b"[" + b"0," * 2_500_000 + b"0]", "about 2500002 values of JSON, and at most"),
         ],
     )
