@@ -1,12 +1,13 @@
 """Compiling a training step."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from pytensor.compile.executor import Function
 from pytensor.compile.sharedvalue import SharedVariable
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.traversal import applys_between, toposort
 from pytensor.tensor.variable import TensorVariable
 
@@ -129,8 +130,8 @@ class TrainStep:
     FloatingPointError
         When called, if the loss is not finite. The message has the number of the step, counted from
         1, and the parameter whose gradient was the first not to be finite on the way back from the
-        loss; to find it, the gradients are compiled and computed once more, with the draws of the
-        step.
+        loss; to find it, the gradients are compiled, the first time, and computed once more with
+        the draws of the step.
     ValueError
         When called, if targets are ids of no class.
     """
@@ -180,8 +181,9 @@ class TrainStep:
         """
         return list(dict.fromkeys([*self.function.get_shared(), *self._updated, self.step_count]))
 
-    def _raise_for(self, loss: np.ndarray, *args: Any, **kwargs: Any) -> None:
-        """Find out why the loss is not finite, and raise."""
+    @cached_property
+    def _diagnosis(self) -> tuple[Function, list[Parameter], list[Apply]]:
+        """A function to the gradients of parameters and the ids of losses, and these two."""
         scored = [
             node
             for node in applys_between([], [self._loss])
@@ -192,7 +194,11 @@ class TrainStep:
         options = {**self._compile_kwargs, "on_unused_input": "ignore"}
         for which in ("random_seed", "updates"):
             options.pop(which, None)
-        diagnose = function(self._inputs, graph, **options)
+        return function(self._inputs, graph, **options), parameters, scored
+
+    def _raise_for(self, loss: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        """Find out why the loss is not finite, and raise."""
+        diagnose, parameters, scored = self._diagnosis
         # JAX and MLX compile with generators of their own, which are to draw what the step drew.
         cells = _cells_written_by(self.function)
         for variable, cell in _cells_written_by(diagnose).items():
