@@ -92,7 +92,7 @@ def test_second_derivatives_match_differences_of_first_ones():
     z, v = (pt.tensor(name, shape=(None, CLASSES), dtype="float32") for name in ("z", "v"))
     loss = CrossEntropy(expect_logits=True, ignore_index=IGNORED, label_smoothing=SMOOTHING)(ids, z)
     # No backend has a kernel for it, so that interpreting the graph is enough.
-    with pytensor.config.change_flags(mode=Mode(linker="py", optimizer=None)):
+    with pytensor.config.change_flags(mode=Mode(linker="py", optimizer=None), cxx=""):
         product = function([z, v], pt.grad((pt.grad(loss, z) * v).sum(), z))(logits, along)
 
     counted = ids != IGNORED
