@@ -309,7 +309,10 @@ DEFAULT_PROPS: dict[Any, Mapping[str, Any]] = {
 # An op's props may make its graph large, so a whole number in a file is at most this one ...
 LARGEST_PROP = 4096
 # ... but for these props, by which no graph grows.
-UNBOUNDED_PROPS = {"base", "n_embeddings", "n_features", "n_in", "n_out", "scaling", "window"}
+UNBOUNDED_PROPS = {
+    *("base", "ignore_index", "n_embeddings", "n_features", "n_in", "n_out", "offset", "scaling"),
+    "window",
+}
 # A graph of 96 rounds of a maximum takes half a second to build, be they of one op or of several.
 SMALLER_PROPS = {"top_k": 64, "top_k_groups": 64}
 MOST_ROUNDS = 96
@@ -328,7 +331,9 @@ GROWING_OPS = (
     moe.RouterPullback,
 )
 LONGEST_AXIS = 2**20
-# Inputs of all nodes; a short file could refer to all variables at each node.
+# Of an op with a graph of its own, whose making takes time by the square of it.
+MOST_INNER_INPUTS = 2000
+# Inputs and outputs of all nodes; a short file could refer to all variables at each node.
 MOST_REFERENCES = 2**17
 
 

@@ -26,6 +26,7 @@ from pytensor_ml.serialize.allowed import (
     INITIALIZERS,
     LARGEST_PROP,
     LONGEST_AXIS,
+    MOST_INNER_INPUTS,
     MOST_REFERENCES,
     MOST_ROUNDS,
     OPS,
@@ -95,9 +96,11 @@ class GraphReader:
             if not (isinstance(references, list) and isinstance(type_numbers, list)):
                 raise ValueError(f"{place} holds no list of inputs and list of types")
             self._references += sum(r[1] if is_pair(r) else 1 for r in references)
+            self._references += len(type_numbers)
             if self._references > MOST_REFERENCES:
                 raise ValueError(
-                    f"{place} and the nodes before it have over {MOST_REFERENCES} inputs"
+                    f"{place} and the nodes before it have over {MOST_REFERENCES} inputs "
+                    "and outputs"
                 )
             numbers = without_runs(references)
             op = item(self._ops, op_number, f"{place}'s op", "op")
@@ -206,6 +209,11 @@ class GraphReader:
     def _inner(self, value: dict[str, Any], where: str) -> tuple[list[Variable], list[Variable]]:
         graph = entry_of(value, "inner", dict, where)
         check_keys(graph, ["inputs", "nodes", "outputs"], f"{where}.inner")
+        n_inputs = len(entry_of(graph, "inputs", list, f"{where}.inner"))
+        if n_inputs > MOST_INNER_INPUTS:
+            raise ValueError(
+                f"{where} takes {n_inputs} inputs, and at most {MOST_INNER_INPUTS} are allowed"
+            )
         inputs = [graph_type() for graph_type in self.input_types(graph)]
         return inputs, self.outputs(graph, inputs, f"{where}.inner")
 
@@ -233,6 +241,8 @@ class GraphReader:
         pairs = prop_from_json(props.get("update_map", {"__tuple__": []}), place)
         if not isinstance(pairs, tuple) or not all(map(is_pair, pairs)):
             raise ValueError(f"{place} does not hold pairs of an output and an input")
+        if any(len({pair[end] for pair in pairs}) < len(pairs) for end in (0, 1)):
+            raise ValueError(f"{place} has an output or an input twice, so an update would be lost")
         for write, read in pairs:
             new = item(outputs, write, place, "output")
             old = item(inputs, read, place, "input")

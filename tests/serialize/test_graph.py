@@ -13,6 +13,7 @@ from serialize.networks import NETWORKS, heads, network, tokens
 from pytensor_ml.base import BlockOp, LayerOp, UnaryLayerOp
 from pytensor_ml.json_serialize import deserialize_graph as published_path
 from pytensor_ml.layers import RMSNorm, RotaryEmbedding, scaled_dot_product_attention
+from pytensor_ml.loss import CrossEntropy
 from pytensor_ml.params import non_trainable
 from pytensor_ml.pytensorf import (
     collect_non_trainable_updates,
@@ -203,6 +204,14 @@ def test_updates_of_a_block_come_back():
     _, [y] = deserialize_graph(description, inputs)
     assert y.owner.op.name == "counting"
     assert equal_computations(list(collect_non_trainable_updates([y]).values()), [op(x, count)[1]])
+
+
+def test_losses_come_back():
+    logits, ids = pt.tensor("logits", shape=(None, 7), dtype="float32"), pt.lvector("ids")
+    loss = CrossEntropy(expect_logits=True, ignore_index=50_256, label_smoothing=0.1)(ids, logits)
+    description, inputs = written([logits, ids], [loss])
+    new_inputs, new = deserialize_graph(description)
+    assert equal_computations(new, [loss], new_inputs, inputs)
 
 
 def test_what_a_file_cannot_hold_is_refused_when_saving():

@@ -281,6 +281,18 @@ ATTACKS = {
         lambda c: block_op(c)["props"].update(update_map={"__tuple__": [{"__tuple__": [0, 3]}]}),
         "updates a state",
     ),
+    "update of one state, twice": (
+        5,
+        lambda c: block_op(c)["props"]["update_map"]["__tuple__"].extend(
+            block_op(c)["props"]["update_map"]["__tuple__"]
+        ),
+        "has an output or an input twice",
+    ),
+    "block of many inputs": (
+        5,
+        lambda c: inner(c).update(inputs=[0] * 5000, nodes=[], outputs=[0]),
+        "takes 5000 inputs",
+    ),
     "update map of text": (5, lambda c: block_op(c)["props"].update(update_map="ab"), "pairs"),
     "parameter of 10⁹": (
         4,
@@ -581,7 +593,7 @@ def graph_of_nodes(types, ops, inputs, nodes):
 def test_no_number_of_equal_parts_takes_long():
     add = {"family": "elemwise", "scalar_op": {"family": "scalar", "type": "Add"}}
     many = graph_of_nodes([tensor_type([3])], [add], [0] * 1000, [[0, [[0, 1000]] * 1000, [0]]])
-    assert_refused(lambda: deserialize_graph(many), "over 131072 inputs")
+    assert_refused(lambda: deserialize_graph(many), "over 131072 inputs and outputs")
     types = [tensor_type([5, 300]), tensor_type([None, None], "int32")]
     types += [tensor_type([None, None]), tensor_type([None], "int32")]
     routers = [router(top_k=i + 1) for i in range(64)]

@@ -260,9 +260,11 @@ def _read_folder(folder: Path) -> dict[str, Entry]:
                 "Put the shards into the folder and name them without a path."
             )
     entries: dict[str, Entry] = {}
+    keys_of: dict[str, set[str]] = {name: set() for name in shards}
+    for key, name in shard_of.items():
+        keys_of[name].add(key)
     for name, path in shards.items():
-        held = read_header(path)
-        listed = {key for key, shard in shard_of.items() if shard == name}
+        held, listed = read_header(path), keys_of[name]
         for key in sorted(listed ^ held.keys()):
             problem = "does not hold" if key in listed else "holds, unlike the index,"
             raise ValueError(

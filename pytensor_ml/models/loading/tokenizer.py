@@ -171,7 +171,12 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        ids = list(ids)
+        if not all(0 <= token_id < 2**32 for token_id in ids):
+            raise ValueError(f"decode got {ids!s:.100}, not all ids of tokens, which go from 0 on.")
+        with _library_errors("The tokenizer cannot be used: decoding tokens failed"):
+            text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
 
     def stream(self, context: Iterable[int] = ()) -> "StreamDecoder":
         """Return a decoder that takes one token at a time, those that follow ``context``."""

@@ -399,6 +399,13 @@ class TestFolder:
         tokenizer = Tokenizer.open(folder)
         with pytest.raises(ValueError, match="encoding a text failed: chunk size must be non-zero"):
             tokenizer.encode("the")
+        with pytest.raises(TypeError, match="encode got 3, which has no tokens"):
+            tokenizer.encode(3)
+        self.change(folder, decoder={"type": "Strip", "content": "?", "start": 5, "stop": 5})
+        with pytest.raises(ValueError, match="decoding tokens failed"):
+            Tokenizer.open(folder).decode([2])
+        with pytest.raises(ValueError, match=r"decode got \[-1\]"):
+            tokenizer.decode([-1])
 
     @pytest.mark.parametrize("prefix", ["", None])
     def test_merges_without_a_prefix(self, folder, prefix):
