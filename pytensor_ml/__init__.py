@@ -1,14 +1,12 @@
 """The layers of modern decoders as PyTensor symbolic ops."""
 
-from importlib.metadata import version
-
 import pytensor_ml.dispatch as dispatch
 import pytensor_ml.rewriting as rewriting
 from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.pretrained import from_pretrained, load_network, save_network, save_pretrained
 from pytensor_ml.pytensorf import function
 
-__version__ = version("pytensor_ml")
+__version__ = "0.1.0"
 
 __all__ = [
     "__version__",
