@@ -34,7 +34,7 @@ def test_training_stops_when_interrupted_and_resumes(backend, tmp_path):
     curves = json.loads((tmp_path / "curves.json").read_text())
     assert [step for step, _ in curves["train"]] == list(range(n_steps + 20))
     assert curves["train"][-1][1] < curves["train"][0][1] < 10
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert (tmp_path / "train_bytes.png").stat().st_size > 1000
 
 
 def test_resuming_without_a_checkpoint_says_so(tmp_path):

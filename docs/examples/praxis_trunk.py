@@ -1,15 +1,17 @@
-"""Run a small Praxis trunk on a made-up video latent, and draw its mask and its tap norms."""
+"""A small Praxis trunk on a made-up video latent.
+
+The trunk of ``praxis_stack``: gated attention, mixtures of experts between two dense blocks, and
+conditioning of every token, in the fourth million of positions. The picture shows the mask, by
+which each frame sees itself and those before, and the norms of tokens after each block. Run it with
+``python docs/examples/praxis_trunk.py``.
+"""
 
 import argparse
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pytensor.tensor as pt
+from matplotlib.figure import Figure
 
 from pytensor_ml.layers import (
     Input,
@@ -26,13 +28,22 @@ from pytensor_ml.pytensorf import (
 from pytensor_ml.state import initialize_params
 
 FRAMES, ROWS, COLUMNS = 4, 3, 4
-DIM, CONDITIONING, DEPTH = 64, 16, 6
+DIM, CONDITIONING = 64, 16
 # Positions of a long stream: a frame every 10,000, in the fourth million.
 FIRST_FRAME = 300
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--backend", choices=BACKENDS, default="numba")
+parser.add_argument("--quick", action="store_true", help="a size that only shows that it runs")
+parser.add_argument(
+    "--folder",
+    type=Path,
+    default=Path(__file__).parent.parent / "images",
+    help="where the picture goes",
+)
 options = parser.parse_args()
+
+DEPTH = 3 if options.quick else 6
 
 stack = praxis_stack(
     "trunk",
@@ -79,7 +90,6 @@ rng = np.random.default_rng(0)
 n_tokens = FRAMES * ROWS * COLUMNS
 frame = np.arange(n_tokens) // (ROWS * COLUMNS)
 place = np.arange(n_tokens) % (ROWS * COLUMNS)
-# Each frame sees itself and those before.
 visible = frame[None, :] <= frame[:, None]
 results = run(
     rng.normal(size=(1, n_tokens, DIM)).astype("float32"),
@@ -91,7 +101,8 @@ tap_norms = np.array([np.asarray(norm)[0] for norm in results[:DEPTH]])
 for i, load in enumerate(results[DEPTH:], start=1):
     print(f"block {i}: tokens of each expert {np.asarray(load).astype(int).tolist()}")
 
-figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 4), layout="constrained")
+figure = Figure(figsize=(9, 4), layout="constrained")
+left, right = figure.subplots(ncols=2)
 left.imshow(visible, cmap="Greys", interpolation="nearest")
 left.set_title("attention mask: frames are blocks")
 left.set_xlabel("key token")
@@ -101,7 +112,7 @@ right.set_title("norm of each token after each block")
 right.set_xlabel("block")
 right.set_ylabel("norm")
 
-path = Path(__file__).parent.parent / "images" / "praxis_trunk.png"
-path.parent.mkdir(exist_ok=True)
+path = options.folder / "praxis_trunk.png"
+path.parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(path, dpi=90)
 print(f"wrote {path}")

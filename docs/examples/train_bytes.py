@@ -16,13 +16,9 @@ import time
 import warnings
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pytensor
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -133,14 +129,14 @@ def windows(data: np.ndarray, starts: np.ndarray, length: int) -> tuple[np.ndarr
 
 
 def draw(curves: dict[str, list], gzip_bits: float, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(*zip(*curves["train"], strict=True), label="training", linewidth=0.8, alpha=0.7)
     axes.plot(*zip(*curves["held_out"], strict=True), label="held-out files", marker="o")
     axes.axhline(gzip_bits, label="gzip -9, held-out files", color="gray", linestyle="--")
     axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
     axes.legend()
     figure.savefig(path)
-    plt.close(figure)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -247,7 +243,7 @@ def main(options: argparse.Namespace) -> None:
                 bar.print(sample(), highlight=False, markup=False)
             if stopping:
                 break
-    picture = options.folder / "curves.png"
+    picture = options.folder / "train_bytes.png"
     draw(curves, gzip_bits, picture)
     if stopping:
         print(f"stopped; {state} holds step {i + 1}, go on with --resume")
