@@ -4,7 +4,7 @@ import pytensor_ml.dispatch as dispatch
 import pytensor_ml.rewriting as rewriting
 from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.pretrained import from_pretrained, load_network, save_network, save_pretrained
-from pytensor_ml.pytensorf import function
+from pytensor_ml.pytensorf import function, to_jax
 
 __version__ = "0.1.0"
 
@@ -19,4 +19,5 @@ __all__ = [
     "save_network",
     "save_pretrained",
     "save_state",
+    "to_jax",
 ]

@@ -10,6 +10,7 @@ from pytensor_ml.pytensorf.collect import (
     collect_trainable_params,
 )
 from pytensor_ml.pytensorf.compile import BACKENDS, backend_mode, compile_predict, function
+from pytensor_ml.pytensorf.export import to_jax
 from pytensor_ml.pytensorf.rewrite import rewrite_for_prediction
 from pytensor_ml.pytensorf.rng import RandomSeed, SeedSequenceSeed, collect_rng_updates, reseed_rngs
 
@@ -30,4 +31,5 @@ __all__ = [
     "function",
     "reseed_rngs",
     "rewrite_for_prediction",
+    "to_jax",
 ]

@@ -19,6 +19,9 @@ def jax_funcify_block(op: BlockOp, node: Apply, **kwargs: Any) -> Callable[..., 
     # A jitted function is traced once for all blocks that call it with the same shapes.
     if op not in _traced:
         inner = jax_funcify_OpFromGraph(op, node=node, **kwargs)
+        # For JAX's own gradients; a pullback of PyTensor's is another op.
+        if op.recompute:
+            inner = jax.checkpoint(inner)
         # What a pullback computes anew would be merged with the forward pass, and kept for it.
         given = jax.lax.optimization_barrier if isinstance(op, BlockPullback) else tuple
         # New keys and values would be written as soon as they are known, and the cache, which the

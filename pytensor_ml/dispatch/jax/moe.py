@@ -16,7 +16,7 @@ FEWEST_ROWS, MOST_ROWS = 32, 160
 
 @jax_funcify.register(ExpertsLayer)
 def jax_funcify_experts(op: ExpertsLayer, **kwargs: Any) -> Callable[..., jax.Array]:
-    return _run_blocks if jax.default_backend() == "cpu" else _run_ragged
+    return _differentiable_blocks if jax.default_backend() == "cpu" else _run_ragged
 
 
 @jax_funcify.register(ExpertsPullback)
@@ -151,6 +151,25 @@ def _pull_back_blocks(
         dweights[slots].reshape(weights.shape),
         *dparameters,
     )
+
+
+@jax.custom_vjp
+def _differentiable_blocks(*inputs: jax.Array) -> jax.Array:
+    """Run the experts on blocks: JAX has no gradient of loops whose length is not known before."""
+    return _run_blocks(*inputs)
+
+
+def _run_and_keep_inputs(*inputs: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _run_blocks(*inputs), inputs
+
+
+def _pull_back(inputs: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, ids, weights, gate, up, down = inputs
+    dx, *others = _pull_back_blocks(x, ids, weights, gate, up, down, g)
+    return dx, None, *others
+
+
+_differentiable_blocks.defvjp(_run_and_keep_inputs, _pull_back)
 
 
 def _sort_slots(ids: jax.Array, n_experts: int) -> tuple[jax.Array, jax.Array]:
