@@ -25,23 +25,24 @@ from pytensor_ml.residuals import (
     pull_back,
     shapes_of_inputs,
 )
+from pytensor_ml.summary import Summarized
 
 
-class Layer(ABC):
+class Layer(Summarized, ABC):
     """A callable that owns parameters and adds its op to the graph of one input."""
 
     @abstractmethod
     def __call__(self, x: TensorLike) -> TensorVariable: ...
 
 
-class BinaryLayer(ABC):
+class BinaryLayer(Summarized, ABC):
     """A callable that owns parameters and adds its op to the graph of two inputs."""
 
     @abstractmethod
     def __call__(self, x: TensorLike, y: TensorLike) -> TensorVariable: ...
 
 
-class VariadicLayer(ABC):
+class VariadicLayer(Summarized, ABC):
     """A callable that owns parameters and takes whatever inputs it documents."""
 
     @abstractmethod

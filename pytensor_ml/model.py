@@ -13,11 +13,13 @@ from pytensor_ml.loss import Loss, supervised_loss
 from pytensor_ml.optim.base import Transform
 from pytensor_ml.optim.train import TrainStep, compile_train
 from pytensor_ml.params import TrainableParameter
+from pytensor_ml.plot import network_part
 from pytensor_ml.pytensorf import collect_data_inputs, collect_trainable_params, compile_predict
 from pytensor_ml.state import Initializer, RandomState, initialize_params
+from pytensor_ml.summary import Part, Summarized, Summary, summarize
 
 
-class Model:
+class Model(Summarized):
     """A network's output and what is done with it.
 
     Parameters
@@ -54,10 +56,17 @@ class Model:
         self._compile_kwargs = compile_kwargs or {}
         self._predict: Function | None = None
 
+    def _part(self) -> Part:
+        return network_part(self.y, title=f"Model({self.y})")
+
     @property
     def weights(self) -> list[TrainableParameter]:
         """The parameters that training updates."""
         return collect_trainable_params(self.y)
+
+    def summary(self) -> Summary:
+        """List all parameters; see :func:`~pytensor_ml.summary.summarize`."""
+        return summarize(self)
 
     def initialize(
         self,

@@ -12,7 +12,7 @@ from pytensor.tensor.random.op import RNGConsumerOp
 from pytensor.tensor.shape import Shape, Shape_i
 from pytensor.tensor.variable import TensorVariable
 
-from pytensor_ml.base import BlockOp, shared_op
+from pytensor_ml.base import BlockOp, Layer, shared_op
 from pytensor_ml.pytensorf.collect import as_output_list, collect_non_trainable_updates
 from pytensor_ml.pytensorf.rewrite import rewrite_for_prediction
 
@@ -32,15 +32,22 @@ def Input(name: str, shape: tuple[int | None, ...], dtype: str | None = None) ->
     return pt.tensor(name, shape=shape, dtype=dtype)
 
 
-def Sequential(*layers: Callable) -> Callable:
-    """Compose layers, the first one applied first."""
+class Sequential(Layer):
+    """Layers composed, the first one applied first.
 
-    def forward(x: TensorLike) -> TensorVariable:
-        for layer in layers:
+    Parameters
+    ----------
+    *layers : callable
+        Layers, or any functions from one variable to one.
+    """
+
+    def __init__(self, *layers: Callable):
+        self.layers = layers
+
+    def __call__(self, x: TensorLike) -> TensorVariable:
+        for layer in self.layers:
             x = layer(x)
         return pt.as_tensor(x)
-
-    return forward
 
 
 def Flatten(X: TensorLike) -> TensorVariable:
