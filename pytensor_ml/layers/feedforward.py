@@ -1,10 +1,16 @@
 """The feed-forward halves of a block."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytensor.tensor as pt
+from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
 
-from pytensor_ml.activations import GELU, Activation, SiLU
-from pytensor_ml.base import Layer, resolve_layer_name
+from pytensor_ml.activations import GELU, Activation, QuickGELU, SiLU, Swish
+from pytensor_ml.base import BinaryLayerOp, Layer, LayerOp, resolve_layer_name
 from pytensor_ml.layers.linear import Linear
 from pytensor_ml.state import Initializer
 
@@ -79,7 +85,7 @@ class FeedForward(Layer):
         h = self.fc_in(x)
         if self.gated:
             value, gate = h[..., : self.hidden_dim], h[..., self.hidden_dim :]
-            h = value * self.activation(gate)
+            h = gated(self.activation, gate, value)
         else:
             h = self.activation(h)
         y = self.fc_out(h)
@@ -129,6 +135,81 @@ class GatedFeedForward(Layer):
         self.down = Linear(f"{self.name}_down", n_in=hidden_dim, n_out=d_model, bias=False)
 
     def __call__(self, x: TensorLike) -> TensorVariable:
-        y = self.down(self.activation(self.gate(x)) * self.up(x))
+        y = self.down(gated(self.activation, self.gate(x), self.up(x)))
         y.name = f"{self.name}_output"
         return y
+
+
+class GatedActivationLayer(BinaryLayerOp):
+    """The op of :func:`gated_activation`: inputs gate and value, of one shape."""
+
+    __props__ = ("beta", "cubic")
+
+    beta: float
+    cubic: float
+
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        gate, value = inputs
+        return [gated_activation(gate, value, beta=self.beta, cubic=self.cubic)]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [shapes[0]]
+
+    def pullback(
+        self,
+        inputs: Sequence[Variable],
+        outputs: Sequence[Variable],
+        output_grads: Sequence[Variable],
+    ) -> list[Variable]:
+        op = GatedActivationPullback(beta=self.beta, cubic=self.cubic)
+        return op(*inputs, output_grads[0])
+
+
+class GatedActivationPullback(LayerOp):
+    """The gradients of :class:`GatedActivationLayer`: inputs gate, value, the output's gradient."""
+
+    __props__ = ("beta", "cubic")
+
+    beta: float
+    cubic: float
+
+    def build_inner_graph(self, *inputs: Any) -> list[Variable]:
+        gate, value, g = inputs
+        one, cubic = (pt.constant(c, dtype=gate.type.dtype) for c in (1, 3 * self.cubic))
+        beta = pt.constant(self.beta, dtype=gate.type.dtype)
+        sigmoid = pt.sigmoid(_argument(gate, self.beta, self.cubic))
+        activation = gate * sigmoid
+        slope = sigmoid + activation * (one - sigmoid) * beta * (one + cubic * gate * gate)
+        return [g * value * slope, g * activation]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [shapes[0], shapes[1]]
+
+
+def gated(activation: Activation, gate: TensorVariable, value: TensorVariable) -> TensorVariable:
+    """Return f(gate) times the value, as one op where f is a Swish or the tanh form of GELU."""
+    # Exact types: what a subclass computes is not known.
+    if type(activation) in (Swish, SiLU, QuickGELU):
+        return GatedActivationLayer(beta=activation.beta, cubic=0.0)(gate, value)
+    if type(activation) is GELU and activation.approximate:
+        return GatedActivationLayer(beta=2 * (2 / math.pi) ** 0.5, cubic=0.044715)(gate, value)
+    return activation(gate) * value
+
+
+def gated_activation(
+    gate: TensorVariable, value: TensorVariable, *, beta: float, cubic: float
+) -> TensorVariable:
+    r"""Return an activation of the gate times the value.
+
+    .. math:: y = g \, \sigma(\beta (g + c g^3)) \odot v
+
+    With c = 0 the activation is Swish; with c = 0.044715 and :math:`\beta = 2 \sqrt{2 / \pi}` the
+    tanh form of GELU, since :math:`(1 + \tanh z) / 2 = \sigma(2 z)`.
+    """
+    return gate * pt.sigmoid(_argument(gate, beta, cubic)) * value
+
+
+def _argument(gate: TensorVariable, beta: float, cubic: float) -> TensorVariable:
+    if cubic:
+        gate = gate + pt.constant(cubic, dtype=gate.type.dtype) * gate * gate * gate
+    return gate if beta == 1 else pt.constant(beta, dtype=gate.type.dtype) * gate

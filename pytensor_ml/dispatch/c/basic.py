@@ -46,16 +46,55 @@ class CKernel(COp):
         self.layer_op.perform(node, inputs, outputs)
 
 
-# Products go to the BLAS of SciPy, whose address SciPy's Cython interface gives: PyTensor has none
-# to link to. What is to be vectorized sums in lanes, since the compiler may not reorder a sum.
-PRODUCTS = r"""
-#include <algorithm>
+EXPONENTIAL = r"""
 #include <cmath>
 #include <cstring>
+
+namespace pytensor_ml_exponential {
+
+inline double exponential(double x) { return std::exp(x); }
+
+// The exponential of what is not above 0, or NaN, such that the compiler vectorizes a loop of it:
+// x = n log 2 + r, and a series in r.
+inline float exponential(float x) {
+    const float magic = 12582912.0f, log_2_high = 0.693359375f;
+    const float log_2_low = float(0.69314718055994530942 - 0.693359375);
+    const float bounded = x < -87.0f ? -87.0f : x;
+    const float shifted = bounded * 1.44269504088896341f + magic;
+    const float n = shifted - magic;
+    const float r = (bounded - n * log_2_high) - n * log_2_low;
+    const float tail = 1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (
+        1 / 720.f + r * (1 / 5040.f)))));
+    npy_uint32 bits;
+    std::memcpy(&bits, &shifted, 4);
+    bits = (bits << 23) + 0x3f800000u;
+    float power_of_2;
+    std::memcpy(&power_of_2, &bits, 4);
+    const float y = (1 + (r + r * r * tail)) * power_of_2;
+    return x < -87.0f ? 0.0f : x == x ? y : x;
+}
+
+template <typename T>
+inline T sigmoid(T x) {
+    const T small = exponential(-std::abs(x));
+    return (x < 0 ? small : T(1)) / (1 + small);
+}
+
+}
+"""
+
+# Products go to the BLAS of SciPy, whose address SciPy's Cython interface gives: PyTensor has none
+# to link to. What is to be vectorized sums in lanes, since the compiler may not reorder a sum.
+PRODUCTS = (
+    EXPONENTIAL
+    + r"""
+#include <algorithm>
 #include <limits>
 #include <vector>
 
 namespace pytensor_ml_products {
+
+using pytensor_ml_exponential::exponential;
 
 const npy_intp LANES = 16;
 
@@ -119,27 +158,6 @@ void multiply(npy_intp m, npy_intp n, npy_intp k, Matrix<T> a, Matrix<T> b,
                     const_cast<T*>(a.data), &a_stride, &beta, out, &stride);
 }
 
-inline double exponential(double x) { return std::exp(x); }
-
-// Written so that the compiler vectorizes a loop of it: x = n log 2 + r, and a series in r.
-inline float exponential(float x) {
-    const float magic = 12582912.0f, log_2_high = 0.693359375f;
-    const float log_2_low = float(0.69314718055994530942 - 0.693359375);
-    const float bounded = x < -87.0f ? -87.0f : x;
-    const float shifted = bounded * 1.44269504088896341f + magic;
-    const float n = shifted - magic;
-    const float r = (bounded - n * log_2_high) - n * log_2_low;
-    const float tail = 1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (
-        1 / 720.f + r * (1 / 5040.f)))));
-    npy_uint32 bits;
-    std::memcpy(&bits, &shifted, 4);
-    bits = (bits << 23) + 0x3f800000u;
-    float power_of_2;
-    std::memcpy(&power_of_2, &bits, 4);
-    const float y = (1 + (r + r * r * tail)) * power_of_2;
-    return x < -87.0f ? 0.0f : y;
-}
-
 template <typename T>
 T maximum(const T* x, npy_intp n) {
     T lanes[LANES], high = -std::numeric_limits<T>::infinity();
@@ -176,3 +194,4 @@ T sum_of_products(const T* x, const T* y, npy_intp n) {
 
 }
 """
+)

@@ -63,6 +63,7 @@ SUPPORT_CODE = (
 namespace pytensor_ml_moe {
 
 using namespace pytensor_ml_products;
+using pytensor_ml_exponential::sigmoid;
 
 // Rows that pass through an expert at a time, so that what is in between stays in the cache.
 const npy_intp BLOCK = 256;
@@ -302,13 +303,6 @@ struct Experts {
                         rows.data() + r * source.width);
     }
 };
-
-// A NaN has to come through a product with x: the exponential may take it for a number.
-template <typename T>
-inline T sigmoid(T x) {
-    const T small = exponential(-std::abs(x));
-    return (x < 0 ? small : T(1)) / (1 + small);
-}
 
 template <typename T>
 bool run_experts(PyArrayObject* X, PyArrayObject* Ids, PyArrayObject* Weights,

@@ -1,7 +1,6 @@
 """Numba kernels of attention."""
 
 from collections.abc import Callable, Sequence
-from math import factorial, log
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import exp, kernel_key, largest, register_kernel
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
 
 Array = np.ndarray
@@ -197,7 +196,7 @@ def has_kernel(floats: Sequence[Variable], masks: Sequence[Variable]) -> bool:
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 3
+    version = 4
     masks = [x.type.dtype for x in node.inputs[3:]]
     return kernel_key(type(op), op._props_dict(), masks, version)
 
@@ -356,8 +355,7 @@ def hide(scores: Array, n: int, low: int, position: int, is_causal: bool, window
 def update_maximum(high: Array, scores: Array) -> None:
     """Raise ``high`` to the largest score of each row."""
     for r in range(len(scores)):
-        for j in range(scores.shape[1]):
-            high[r] = scores[r, j] if scores[r, j] > high[r] else high[r]
+        high[r] = max(high[r], largest(scores[r]))
 
 
 @numba_njit
@@ -402,10 +400,6 @@ def masked(score: Any, mask: Any) -> Any:
     """The score of a visible key; compiled by the mask's dtype."""
 
 
-def exp(x: Any) -> Any:
-    """The exponential function; the one for float32 is such that LLVM vectorizes a loop of it."""
-
-
 @overload(head)
 def overload_head(x: Any, b: Any, h: Any, stop: Any) -> Callable:
     def view_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
@@ -441,28 +435,3 @@ def overload_masked(score: Any, mask: Any) -> Callable:
         return score + mask
 
     return keep if isinstance(mask, types.Boolean) else add
-
-
-LOG_2 = log(2)
-LOG_2_HIGH = np.float32(355 / 512)
-LOG_2_LOW = np.float32(LOG_2 - 355 / 512)
-INVERSE_LOG_2 = np.float32(1 / LOG_2)
-LOWEST = np.float32(-87)
-C2, C3, C4, C5, C6, C7 = (np.float32(1 / factorial(i)) for i in range(2, 8))
-
-
-@overload(exp, jit_options={"fastmath": {"contract", "nsz"}})
-def overload_exp(x: Any) -> Callable:
-    def exp_float64(x: Any) -> Any:
-        return np.exp(x)
-
-    def exp_float32(x: Any) -> Any:
-        one, half = np.float32(1), np.float32(0.5)
-        n = np.floor(max(x, LOWEST) * INVERSE_LOG_2 + half)
-        r = (max(x, LOWEST) - n * LOG_2_HIGH) - n * LOG_2_LOW
-        tail = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * C7))))
-        power_of_2 = np.int32((np.int32(n) + 127) << 23).view(np.float32)
-        y = (one + (r + r * r * tail)) * power_of_2
-        return np.float32(0) if x < LOWEST else y
-
-    return exp_float32 if x == types.float32 else exp_float64

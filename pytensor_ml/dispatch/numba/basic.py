@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from hashlib import sha256
+from math import factorial, log
 from typing import Any
 
 import numpy as np
+from numba import types
 from numba.core.caching import FunctionCache
+from numba.extending import overload
 from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.cache import compile_numba_function_src
@@ -42,6 +45,37 @@ def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[
     return register
 
 
+def exp(x: Any) -> Any:
+    """The exponential of what is not above 0, or NaN; LLVM vectorizes a loop of it in float32."""
+
+
+LANES = 16
+
+LOG_2 = log(2)
+LOG_2_HIGH = np.float32(355 / 512)
+LOG_2_LOW = np.float32(LOG_2 - 355 / 512)
+INVERSE_LOG_2 = np.float32(1 / LOG_2)
+LOWEST = np.float32(-87)
+C2, C3, C4, C5, C6, C7 = (np.float32(1 / factorial(i)) for i in range(2, 8))
+
+
+@overload(exp, jit_options={"fastmath": {"contract", "nsz"}})
+def overload_exp(x: Any) -> Callable:
+    def exp_float64(x: Any) -> Any:
+        return np.exp(x)
+
+    def exp_float32(x: Any) -> Any:
+        one, half = np.float32(1), np.float32(0.5)
+        n = np.floor(max(x, LOWEST) * INVERSE_LOG_2 + half)
+        r = (max(x, LOWEST) - n * LOG_2_HIGH) - n * LOG_2_LOW
+        tail = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * C7))))
+        power_of_2 = np.int32((np.int32(n) + 127) << 23).view(np.float32)
+        y = (one + (r + r * r * tail)) * power_of_2
+        return np.float32(0) if x < LOWEST else x if np.isnan(x) else y
+
+    return exp_float32 if x == types.float32 else exp_float64
+
+
 @numba_njit
 def rows_of(x: np.ndarray) -> np.ndarray:
     """Return ``x`` as a matrix of the vectors along its last axis."""
@@ -51,6 +85,30 @@ def rows_of(x: np.ndarray) -> np.ndarray:
         for length in x.shape[:-1]:
             n_rows *= length
     return np.ascontiguousarray(x).reshape((n_rows, x.shape[-1]))
+
+
+@numba_njit(error_model="numpy")
+def sigmoid(x: Any) -> Any:
+    one = type(x)(1)
+    small = exp(-abs(x))
+    return (one if x >= 0 else small) / (one + small)
+
+
+@numba_njit
+def largest(x: np.ndarray) -> Any:
+    """Return the largest of a vector, -inf if it is empty, regardless of NaN."""
+    # A compiler may not reorder comparisons, so they are written in lanes that it can vectorize.
+    lanes = np.full(LANES, -np.inf, x.dtype)
+    whole = len(x) - len(x) % LANES
+    for i in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[lane] = x[i + lane] if x[i + lane] > lanes[lane] else lanes[lane]
+    high = x.dtype.type(-np.inf)
+    for lane in range(LANES):
+        high = lanes[lane] if lanes[lane] > high else high
+    for i in range(whole, len(x)):
+        high = x[i] if x[i] > high else high
+    return high
 
 
 def kernel_key(*read: Any) -> str:

@@ -136,7 +136,8 @@ def _function_of(node: Apply, blocks: dict[Any, Any], compiled: dict[str, Any]) 
         {"function": function, "__name__": __name__},
         cache_key=key,
     )
-    run = numba_njit(called, final_function=True, no_cfunc_wrapper=True, cache=key is not None)
+    is_cached = key is not None and config.numba__cache
+    run = numba_njit(called, final_function=True, no_cfunc_wrapper=True, cache=is_cached)
     if key is not None:
         compiled[key] = run
     return run

@@ -8,8 +8,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.attention import exp
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of, sigmoid
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
 Array = np.ndarray
@@ -118,7 +117,7 @@ def numba_funcify_experts_pullback(
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 1
+    version = 2
     ranks = [v.type.ndim for v in node.inputs]
     return kernel_key(type(op), op._props_dict(), ranks, version)
 
@@ -311,7 +310,7 @@ def gather(rows: Array, slots: Array, k: int, out: Array) -> None:
 
 @numba_njit
 def run_experts(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
-    k, one = ids.shape[1], x.dtype.type(1)
+    k = ids.shape[1]
     slot_weights = weights.reshape(weights.size)
     order, starts = sort_slots(ids, len(gate))
     y = np.zeros((len(x), down.shape[2]), x.dtype)
@@ -328,7 +327,7 @@ def run_experts(x: Array, ids: Array, weights: Array, gate: Array, up: Array, do
             np.dot(tokens[:n], up[e], value[:n])
             for r in range(n):
                 for h in range(inner.shape[1]):
-                    inner[r, h] *= sigmoid(inner[r, h], one) * value[r, h]
+                    inner[r, h] *= sigmoid(inner[r, h]) * value[r, h]
             np.dot(inner[:n], down[e], outputs[:n])
             for r in range(n):
                 weight = slot_weights[slots[r]]
@@ -369,7 +368,7 @@ def pull_back_experts(
             weight = slot_weights[slots[r]]
             dweight = 0.0
             for h in range(inner.shape[1]):
-                s = sigmoid(inner[r, h], one)
+                s = sigmoid(inner[r, h])
                 silu = inner[r, h] * s
                 hidden[r, h] = silu * value[r, h]
                 dweight += dhidden[r, h] * hidden[r, h]
@@ -390,10 +389,3 @@ def pull_back_experts(
                 for d in range(dx.shape[1]):
                     dx[token, d] += dtokens[r, d]
     return dx, dweights, dgate, dup, ddown
-
-
-@numba_njit
-def sigmoid(x: Any, one: Any) -> Any:
-    # ``exp`` may take a NaN for a number, so a product with x has to follow.
-    small = exp(-abs(x))
-    return (small if x < 0 else one) / (one + small)

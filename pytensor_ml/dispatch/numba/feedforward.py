@@ -1,0 +1,85 @@
+"""Numba kernels of gated activations."""
+
+from typing import Any
+
+import numpy as np
+from pytensor.graph.basic import Apply
+from pytensor.link.numba.dispatch.basic import numba_njit
+from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
+
+from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, sigmoid
+from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
+
+Array = np.ndarray
+
+# To be raised when a kernel changes: what Numba has cached outlives the code.
+VERSION = 1
+
+
+@register_kernel(GatedActivationLayer)
+def numba_funcify_gated_activation(op: GatedActivationLayer, node: Apply, **kwargs: Any) -> Any:
+    if not has_kernel(node):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    beta, cubic = op.beta, op.cubic
+
+    @numba_njit
+    def gated_activation(gate: Array, value: Array) -> Array:
+        if value.shape != gate.shape:
+            raise ValueError("A gated activation got a gate and a value of different shapes.")
+        return activate(flat(gate), flat(value), beta, cubic).reshape(gate.shape)
+
+    return gated_activation, kernel_key(type(op), beta, cubic, VERSION)
+
+
+@register_kernel(GatedActivationPullback)
+def numba_funcify_gated_activation_pullback(
+    op: GatedActivationPullback, node: Apply, **kwargs: Any
+) -> Any:
+    if not has_kernel(node):
+        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
+    beta, cubic = op.beta, op.cubic
+
+    @numba_njit
+    def gated_activation_pullback(gate: Array, value: Array, g: Array) -> Any:
+        if value.shape != gate.shape or g.shape != gate.shape:
+            raise ValueError("A gated activation got a gradient of another shape than its gate.")
+        dgate, dvalue = gradients(flat(gate), flat(value), flat(g), beta, cubic)
+        return dgate.reshape(gate.shape), dvalue.reshape(gate.shape)
+
+    return gated_activation_pullback, kernel_key(type(op), beta, cubic, VERSION)
+
+
+def has_kernel(node: Apply) -> bool:
+    """Return whether the kernels cover inputs of these types."""
+    kinds = {(x.type.dtype, x.type.broadcastable) for x in node.inputs}
+    return len(kinds) == 1 and node.inputs[0].type.ndim > 0
+
+
+@numba_njit
+def flat(x: Array) -> Array:
+    return np.ascontiguousarray(x).reshape(x.size)
+
+
+@numba_njit(error_model="numpy")
+def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
+    beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
+    y = np.empty_like(gate)
+    for i in range(len(gate)):
+        x = gate[i]
+        y[i] = x * sigmoid(beta * (x + cubic * x * x * x)) * value[i]
+    return y
+
+
+@numba_njit(error_model="numpy")
+def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) -> Any:
+    one, three = gate.dtype.type(1), gate.dtype.type(3)
+    beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
+    dgate, dvalue = np.empty_like(gate), np.empty_like(gate)
+    for i in range(len(gate)):
+        x = gate[i]
+        s = sigmoid(beta * (x + cubic * x * x * x))
+        activation = x * s
+        slope = s + activation * (one - s) * beta * (one + three * cubic * x * x)
+        dgate[i] = g[i] * value[i] * slope
+        dvalue[i] = g[i] * activation
+    return dgate, dvalue

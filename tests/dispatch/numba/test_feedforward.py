@@ -1,0 +1,13 @@
+import pytest
+
+from dispatch import feedforward_checks
+
+
+@pytest.fixture(autouse=True)
+def _only_on_numba(backend):
+    if backend != "numba":
+        pytest.skip("about Numba")
+
+
+def test_kernels_stand_in_for_inner_graphs():
+    feedforward_checks.check_gated_activations()
