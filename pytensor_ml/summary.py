@@ -144,7 +144,7 @@ def layer_part(layer: Summarized, label: str = "", seen: set[int] | None = None)
     seen.add(id(layer))
     attributes = vars(layer)
     kind, name = type(layer).__name__, attributes.get("name")
-    parts = list(_held_parts(((f".{key}", value) for key, value in [*attributes.items()]), seen))
+    parts = list(_held_parts(((f".{key}", value) for key, value in attributes.items()), seen))
     # Layers that were not told a width learn it from their first input.
     waits = attributes.get("n_in", 0) is None and attributes.get("affine", True)
     if waits and all(part.shape is None for part in parts):

@@ -1,11 +1,16 @@
+import re
+from functools import partial
 from xml.etree import ElementTree
 
 import numpy as np
+import pytensor
 import pytensor.tensor as pt
 import pytest
+from pytensor.typed_list import TypedListType
 
 from pytensor_ml.activations import SiLU
 from pytensor_ml.layers import (
+    Dropout,
     GatedFeedForward,
     Input,
     Linear,
@@ -66,6 +71,17 @@ def test_branches_are_drawn_past_what_is_between():
     assert all(start < stop for start, stop in arrows)
     expected = {(nodes.index(read), i) for i, node in enumerate(nodes) for read in node.reads}
     assert arrows == expected
+    passing = re.findall(r"M\d+ \d+H(\d+)V", plot_network(y).svg)
+    assert len(passing) == sum(stop > start + 1 for start, stop in expected)
+    # Those that overlap have lanes of their own.
+    assert len(set(passing)) > 1
+
+
+def test_generators_and_other_shared_state_are_left_out():
+    y = Dropout("drop", p=0.5)(Input("x", shape=(None, 4)))
+    scaled = y * pytensor.shared(np.ones(4, "float32"), name="plain")
+    assert boxes_of(plot_network(scaled))[:2] == ["x", "drop: Dropout"]
+    assert "plain" not in plot_network(scaled).svg
 
 
 def stacked(n_blocks, tap_blocks=()):
@@ -88,6 +104,13 @@ def test_two_blocks_are_two_boxes():
     y, _ = stacked(2)
     blocks = ["block_0: TransformerBlock", "block_1: TransformerBlock"]
     assert boxes_of(plot_network(y))[2:] == blocks
+
+
+def test_branches_of_equal_blocks_are_no_run():
+    x = Input("x", shape=(None, 4))
+    block = partial(call_as_block, lambda h: h * 2, name="Block")
+    first = block(x)
+    assert boxes_of(plot_network([block(first), block(first)])) == ["x", *["Block"] * 3]
 
 
 def test_what_reads_a_block_inside_of_a_run_is_below():
@@ -131,6 +154,13 @@ def test_names_are_escaped():
     name = "<b>&\n'\""
     y = Linear(name, n_in=4, n_out=3)(Input(name, shape=(None, 4)))
     assert boxes_of(plot_network(y)) == ["<b>&\\n'\"", "<b>&\\n'\": Linear"]
+
+
+def test_what_is_no_tensor_is_drawn_with_its_type():
+    values = TypedListType(pt.fvector)("values")
+    picture = plot_network(values[0] * 2)
+    assert ">TypedList &lt;Vector(float32" in picture.svg
+    assert boxes_of(picture)[0] == "values"
 
 
 def test_a_picture_is_saved_as_notebooks_show_it(tmp_path):

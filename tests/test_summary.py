@@ -22,6 +22,7 @@ from pytensor_ml.layers import (
     Sequential,
     TransformerBlock,
     TransformerStack,
+    call_as_block,
 )
 from pytensor_ml.model import Model
 from pytensor_ml.models import CausalLM
@@ -209,6 +210,7 @@ def test_a_norm_says_that_its_parameters_are_to_come():
     assert shown_names(norm) == ["norm_scale"]
     assert "first call" not in repr(norm)
     assert "first call" not in repr(RMSNorm("norm", affine=False))
+    assert "first call" not in repr(Holder(n_in=None, W=weight()))
 
 
 def test_a_call_with_symbolic_sizes_changes_nothing():
@@ -352,6 +354,11 @@ def test_a_model_lists_what_its_graph_reads():
     assert sum("not trained" in line for line in lines) == 1
     assert repr(model) == repr(summary)
     assert model._repr_html_() == summary._repr_html_()
+
+
+def test_a_model_lists_a_block_s_parameters_in_the_order_of_use():
+    y = call_as_block(Linear("fc", n_in=2, n_out=2), Input("x", shape=(None, 2)))
+    assert shown_names(Model(y)) == ["fc_W", "fc_b"]
 
 
 def test_a_model_lists_parameters_of_no_layer():
