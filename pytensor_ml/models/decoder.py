@@ -28,7 +28,7 @@ type Family = Callable[[dict[str, Any]], "DecoderOptions"]
 class DecoderOptions:
     """How a family departs from the plainest decoder, a Llama without biases.
 
-    Attributes
+    Parameters
     ----------
     norm : RMSNorm or ZeroCenteredRMSNorm
         Class of every norm.
