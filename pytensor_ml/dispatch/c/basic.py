@@ -71,7 +71,7 @@ inline float exponential(float x) {
     float power_of_2;
     std::memcpy(&power_of_2, &bits, 4);
     const float y = (1 + (r + r * r * tail)) * power_of_2;
-    return x < -87.0f ? 0.0f : x == x ? y : x;
+    return x < -87.0f ? 0.0f : y;
 }
 
 template <typename T>

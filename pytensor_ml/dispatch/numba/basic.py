@@ -71,7 +71,7 @@ def overload_exp(x: Any) -> Callable:
         tail = C2 + r * (C3 + r * (C4 + r * (C5 + r * (C6 + r * C7))))
         power_of_2 = np.int32((np.int32(n) + 127) << 23).view(np.float32)
         y = (one + (r + r * r * tail)) * power_of_2
-        return np.float32(0) if x < LOWEST else x if np.isnan(x) else y
+        return np.float32(0) if x < LOWEST else y
 
     return exp_float32 if x == types.float32 else exp_float64
 
