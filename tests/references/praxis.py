@@ -45,14 +45,12 @@ def attention(x, p, positions, mask, *, theta, n_head, n_kv_head, qk_epsilon):
         own, kv = slice(h * width, (h + 1) * width), slice(shared * width, (shared + 1) * width)
         queries = zero_centered_norm(rotate(q[:, own], positions, theta), p["q_norm"], qk_epsilon)
         keys = zero_centered_norm(rotate(k[:, kv], positions, theta), p["k_norm"], qk_epsilon)
-        for t in range(len(x)):
-            seen = np.flatnonzero(mask[t])
-            scores = keys[seen] @ queries[t] / np.sqrt(width)
-            weights = np.exp(scores - scores.real.max())
-            attended = weights @ v[seen][:, kv] / weights.sum()
-            gated.append(attended * sigmoid(gates[t, h]))
-    heads = np.array(gated).reshape(n_head, len(x), width)
-    return np.concatenate(list(heads), axis=1) @ p["out_proj"] + p["out_bias"]
+        scores = queries @ keys.T / np.sqrt(width)
+        shift = scores.real.max(axis=1, keepdims=True)
+        weights = np.where(mask, np.exp(scores - shift), 0)
+        attended = weights @ v[:, kv] / weights.sum(axis=1, keepdims=True)
+        gated.append(attended * sigmoid(gates[:, h : h + 1]))
+    return np.concatenate(gated, axis=1) @ p["out_proj"] + p["out_bias"]
 
 
 def mixture(x, p, *, top_k, routed_scaling_factor):

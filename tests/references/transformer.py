@@ -24,44 +24,35 @@ def gated_feed_forward(x, gate, up, down):
     return (silu(x @ gate) * (x @ up)) @ down
 
 
-def rotate_halves(x, position, base):
-    """Rotate one head vector: channel i with i + d/2, by position * base^(-2i/d)."""
-    y, half = np.array(x), len(x) // 2
-    for i in range(half):
-        angle = position * base ** (-2 * i / len(x))
-        a, b = x[i], x[i + half]
-        y[i] = a * np.cos(angle) - b * np.sin(angle)
-        y[i + half] = b * np.cos(angle) + a * np.sin(angle)
-    return y
+def rotate_halves(x, positions, base):
+    """Rotate x (tokens, width): channel i with i + d/2, by position * base^(-2i/d)."""
+    width = x.shape[1]
+    angles = np.outer(positions, base ** (-2 * np.arange(width // 2) / width))
+    a, b = x[:, : width // 2], x[:, width // 2 :]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
 
 
 def attention(x, projections, *, n_head, n_kv_head, positions=None, base=None, visible):
     """Attend from each token of x (batch, t, width) to the ``visible[row, query, key]`` ones."""
     q_proj, k_proj, v_proj, out_proj = projections
-    n_rows, n_tokens, _ = x.shape
     q, k, v = x @ q_proj, x @ k_proj, x @ v_proj
     width = q.shape[-1] // n_head
     mixed = np.zeros_like(q)
-    for row in range(n_rows):
+    for row in range(len(x)):
         for head in range(n_head):
             own = slice(head * width, (head + 1) * width)
             shared_head = head // (n_head // n_kv_head)
             shared = slice(shared_head * width, (shared_head + 1) * width)
             queries, keys = q[row, :, own], k[row, :, shared]
             if base is not None:
-                pairs = list(enumerate(positions[row]))
-                queries = np.array([rotate_halves(queries[t], p, base) for t, p in pairs])
-                keys = np.array([rotate_halves(keys[t], p, base) for t, p in pairs])
-            for t in range(n_tokens):
-                seen = [s for s in range(n_tokens) if visible[row, t, s]]
-                if not seen:
-                    continue
-                scores = np.array([queries[t] @ keys[s] / np.sqrt(width) for s in seen])
-                weights = np.exp(scores - scores.real.max())
-                weights = weights / weights.sum()
-                mixed[row, t, own] = sum(
-                    w * v[row, s, shared] for w, s in zip(weights, seen, strict=True)
-                )
+                queries = rotate_halves(queries, positions[row], base)
+                keys = rotate_halves(keys, positions[row], base)
+            scores = queries @ keys.T / np.sqrt(width)
+            shift = scores.real.max(axis=1, keepdims=True)
+            weights = np.where(visible[row], np.exp(scores - shift), 0)
+            total = weights.sum(axis=1, keepdims=True)
+            mixed[row, :, own] = weights @ v[row, :, shared] / np.where(total == 0, 1, total)
     return mixed @ out_proj
 
 

@@ -140,9 +140,10 @@ def test_a_block_with_a_gradient_runs_once_and_leaves_residuals(stack):
     [inner] = {n.op for n in nodes if type(n.op) is BlockPullback}
     forward = (LinearLayer, RMSNormLayer)
     assert not [n for n in inner.fgraph.apply_nodes if isinstance(n.op, forward)]
-    # Both norms, q, k, v, what attention gives, the branch's sum, and the two projections up.
+    # Both norms, q, k, v, what attention gives, the branch's sum, the two projections up, and their
+    # gated product.
     [block] = {n.op for n in nodes if type(n.op) is BlockWithResiduals}
-    assert len(block.fgraph.outputs) - block.n_outputs == 9
+    assert len(block.fgraph.outputs) - block.n_outputs == 10
 
 
 def test_a_block_that_recomputes_leaves_nothing(stack):
