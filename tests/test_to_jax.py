@@ -18,12 +18,14 @@ from pytensor_ml.layers import (
     Embedding,
     GatedFeedForward,
     Input,
+    KVCache,
     Linear,
     MoE,
     MultiheadAttention,
     RMSNorm,
     RotaryEmbedding,
     TransformerStack,
+    cached_attention,
     call_as_block,
 )
 from pytensor_ml.loss import CrossEntropy, supervised_loss
@@ -234,6 +236,21 @@ def test_mixture_maps_over_examples(jax):
         assert_close(of_each[name].sum(axis=0), expected, 1e-5)
 
 
+def test_attention_to_a_cache_maps_over_its_length(jax):
+    shapes = {"q": (1, 4, 3, 8), "k": (1, 2, 3, 8), "v": (1, 2, 3, 8)}
+    shapes |= {"keys": (1, 2, 16, 8), "values": (1, 2, 16, 8)}
+    q, k, v, keys, values = (Input(name, shape) for name, shape in shapes.items())
+    length, start = Input("length", (), "int64"), Input("start", (1,), "int64")
+    y = cached_attention(q, k, v, KVCache(keys, values, length, start))
+    f, _ = to_jax(y, inputs=[q, k, v, keys, values, length, start])
+    rng = np.random.default_rng(5)
+    data = [rng.normal(size=shape).astype("float32") for shape in shapes.values()]
+    lengths = np.array([5, 3])
+    mapped = jax.vmap(lambda length: f({}, *data, length, [0]))(lengths)
+    for n, result in zip(lengths, mapped, strict=True):
+        assert_close(result, f({}, *data, n, [0]))
+
+
 def test_ops_that_only_change_gradients_change_them_in_jax(jax):
     x = Input("x", (3,))
     inner = call_as_block(lambda x: x * disconnected_grad(x), x)
@@ -276,6 +293,8 @@ def test_key_decides_what_is_drawn(jax):
     # Two masks of a half each, drawn apart.
     assert np.all(np.abs(dropped.mean(axis=(1, 2)) - 0.75) < 0.08)
     assert 0.5 < (dropped[0] == dropped[1]).mean() < 0.8
+    mapped = jax.vmap(lambda key: f(params, ones, key=key))(keys)
+    np.testing.assert_array_equal(np.asarray(mapped) == 0, dropped)
 
     # The output is linear in the weight, with the same draws in both passes.
     y, gradient = jax.value_and_grad(lambda params: f(params, ones, key=keys[0]).sum())(params)
