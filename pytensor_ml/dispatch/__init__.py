@@ -8,11 +8,14 @@ without a registration runs its inner graph.
 Importing the package registers two rewrites and imports no backend. PyTensor runs the first in
 every compilation; it imports the kernels of the backend that the compilation is for, which that
 compilation imports anyway. The second asks ``c_funcify`` about each op of a graph compiled to C.
+PyTensor's own rewrite of inner graphs is kept from those that a kernel stands in for.
 """
 
 from importlib import import_module
+from typing import Any
 
 from pytensor.compile.mode import optdb
+from pytensor.compile.rewriting import rewrite_ofg_inner_graph
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.rewriting.basic import get_active_mode, graph_rewriter, node_rewriter
@@ -38,6 +41,17 @@ def import_kernels(fgraph: FunctionGraph) -> None:
             import_module(module)
 
 
+def leave_to_kernels(linker_type: type, module: str) -> None:
+    """Let PyTensor optimize for a linker only the inner graphs that are run."""
+    optimize = rewrite_ofg_inner_graph.dispatch(linker_type)
+
+    def rewrite(linker: Any, op: Any, node: Apply, inner: FunctionGraph, *, mode: Any) -> None:
+        if not (isinstance(op, LayerOp) and import_module(module).basic.has_kernel(op)):
+            optimize(linker, op, node, inner, mode=mode)
+
+    rewrite_ofg_inner_graph.register(linker_type)(rewrite)
+
+
 def use_c_kernel(fgraph: FunctionGraph, node: Apply) -> list[Variable] | None:
     """Replace an op that has a C kernel."""
     from pytensor_ml.dispatch.c.basic import c_funcify
@@ -45,6 +59,8 @@ def use_c_kernel(fgraph: FunctionGraph, node: Apply) -> list[Variable] | None:
     return c_funcify(node.op, node=node)
 
 
+for kind, module in KERNELS.items():
+    leave_to_kernels(kind, module)
 optdb.register(
     "pytensor_ml_import_kernels", graph_rewriter(import_kernels), "minimum_compile", position=-0.5
 )

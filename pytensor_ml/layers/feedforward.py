@@ -188,8 +188,8 @@ class GatedActivationPullback(LayerOp):
 
 def gated(activation: Activation, gate: TensorVariable, value: TensorVariable) -> TensorVariable:
     """Return f(gate) times the value, as one op where f is a Swish or the tanh form of GELU."""
-    # Exact types: what a subclass computes is not known.
-    if type(activation) in (Swish, SiLU, QuickGELU):
+    # What another subclass computes is not known.
+    if isinstance(activation, Swish) and type(activation) in (Swish, SiLU, QuickGELU):
         return GatedActivationLayer(beta=activation.beta, cubic=0.0)(gate, value)
     if type(activation) is GELU and activation.approximate:
         return GatedActivationLayer(beta=2 * (2 / math.pi) ** 0.5, cubic=0.044715)(gate, value)

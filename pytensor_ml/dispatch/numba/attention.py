@@ -1,14 +1,13 @@
 """Numba kernels of attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
 from numba.extending import overload
-from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
-from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.numba.basic import exp, kernel_key, largest, register_kernel
@@ -22,10 +21,21 @@ BLOCK = 64
 NO_WINDOW = 2**62
 
 
-@register_kernel(AttentionLayer)
+def is_covered(op: AttentionLayer | AttentionPullback | CachedAttentionLayer) -> bool:
+    """Return whether all have four axes, the floats one dtype, and batches may be equal."""
+    n_floats = {AttentionLayer: 3, AttentionPullback: 4, CachedAttentionLayer: 5}[type(op)]
+    floats, others = op.input_types[:n_floats], op.input_types[n_floats:]
+    masks = () if isinstance(op, CachedAttentionLayer) else others
+    batches = {kind.shape[0] for kind in floats if kind.ndim} - {None}
+    return (
+        all(kind.ndim == 4 for kind in (*floats, *masks))
+        and len({kind.dtype for kind in floats}) == 1
+        and len(batches) < 2
+    )
+
+
+@register_kernel(AttentionLayer, covers=is_covered)
 def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> Any:
-    if not has_kernel(node.inputs[:3], node.inputs[3:]):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
     window = NO_WINDOW if op.window is None else op.window
 
@@ -67,10 +77,8 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
     return attention, cache_key(op, node)
 
 
-@register_kernel(AttentionPullback)
+@register_kernel(AttentionPullback, covers=is_covered)
 def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwargs: Any) -> Any:
-    if not has_kernel(node.inputs[:4], node.inputs[4:]):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
     window = NO_WINDOW if op.window is None else op.window
 
@@ -131,10 +139,8 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
     return gradients, cache_key(op, node)
 
 
-@register_kernel(CachedAttentionLayer)
+@register_kernel(CachedAttentionLayer, covers=is_covered)
 def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwargs: Any) -> Any:
-    if not has_kernel(node.inputs[:5], ()):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     scale, softcap = op.scale, op.softcap
     window = NO_WINDOW if op.window is None else op.window
 
@@ -185,14 +191,6 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
         return y
 
     return cached_attention, cache_key(op, node)
-
-
-def has_kernel(floats: Sequence[Variable], masks: Sequence[Variable]) -> bool:
-    """Return whether the kernels cover inputs of these types."""
-    if any(x.type.ndim != 4 for x in (*floats, *masks)):
-        return False
-    batches = {x.type.shape[0] for x in floats} - {None}
-    return len({x.type.dtype for x in floats}) == 1 and len(batches) < 2
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:

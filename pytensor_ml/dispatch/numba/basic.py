@@ -31,18 +31,39 @@ def refuse_float16(op: LayerOp, node: Apply) -> None:
             )
 
 
-def register_kernel[F: Callable[..., Any]](op_type: type[LayerOp]) -> Callable[[F], F]:
-    """Register what makes the kernel of ``op_type`` and the kernel's cache key."""
+# By the type of the op, for which ops there is a kernel.
+_covered: dict[type, Callable[[Any], bool]] = {}
+
+
+def register_kernel[F: Callable[..., Any]](
+    op_type: type[LayerOp], covers: Callable[[Any], bool] = lambda op: True
+) -> Callable[[F], F]:
+    """Register what makes the kernel of ``op_type`` and the kernel's cache key.
+
+    Ops that it does not cover run their inner graphs.
+    """
 
     def register(make: F) -> F:
         def funcify(op: LayerOp, node: Apply, **kwargs: Any) -> Any:
             refuse_float16(op, node)
-            return compiled_apart(*make(op, node=node, **kwargs))
+            make_any = make if has_kernel(op) else numba_funcify_OpFromGraph
+            return compiled_apart(*make_any(op, node=node, **kwargs))
 
+        _covered[op_type] = covers
         register_funcify_and_cache_key(op_type)(funcify)
         return make
 
     return register
+
+
+def has_kernel(op: LayerOp) -> bool:
+    """Return whether a kernel runs in the place of the inner graph of ``op``."""
+    return type(op) in _covered and _covered[type(op)](op)
+
+
+def has_one_dtype(op: LayerOp) -> bool:
+    """Return whether all inputs and outputs of ``op`` are of one dtype."""
+    return len({kind.dtype for kind in (*op.input_types, *op.output_types)}) == 1
 
 
 def exp(x: Any) -> Any:
@@ -149,5 +170,10 @@ def numba_funcify_block(op: BlockOp, **kwargs: Any) -> Any:
     return compiled_apart(*numba_funcify_OpFromGraph(op, **kwargs))
 
 
+def numba_funcify_layer_op(op: LayerOp, node: Apply, **kwargs: Any) -> Any:
+    refuse_float16(op, node)
+    return compiled_apart(*numba_funcify_OpFromGraph(op, node=node, **kwargs))
+
+
 register_funcify_and_cache_key(BlockOp)(numba_funcify_block)
-register_kernel(LayerOp)(numba_funcify_OpFromGraph)
+register_funcify_and_cache_key(LayerOp)(numba_funcify_layer_op)

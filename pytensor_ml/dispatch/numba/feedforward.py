@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
-from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, sigmoid
 from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
@@ -16,10 +15,16 @@ Array = np.ndarray
 VERSION = 1
 
 
-@register_kernel(GatedActivationLayer)
+def are_alike(op: GatedActivationLayer | GatedActivationPullback) -> bool:
+    """Return whether the inputs have one dtype and one axis or more, of which none is broadcast."""
+    return (
+        op.input_types[0].ndim > 0
+        and len({(x.dtype, x.broadcastable) for x in op.input_types}) == 1
+    )
+
+
+@register_kernel(GatedActivationLayer, covers=are_alike)
 def numba_funcify_gated_activation(op: GatedActivationLayer, node: Apply, **kwargs: Any) -> Any:
-    if not has_kernel(node):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     beta, cubic = op.beta, op.cubic
 
     @numba_njit
@@ -31,12 +36,10 @@ def numba_funcify_gated_activation(op: GatedActivationLayer, node: Apply, **kwar
     return gated_activation, kernel_key(type(op), beta, cubic, VERSION)
 
 
-@register_kernel(GatedActivationPullback)
+@register_kernel(GatedActivationPullback, covers=are_alike)
 def numba_funcify_gated_activation_pullback(
     op: GatedActivationPullback, node: Apply, **kwargs: Any
 ) -> Any:
-    if not has_kernel(node):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     beta, cubic = op.beta, op.cubic
 
     @numba_njit
@@ -47,12 +50,6 @@ def numba_funcify_gated_activation_pullback(
         return dgate.reshape(gate.shape), dvalue.reshape(gate.shape)
 
     return gated_activation_pullback, kernel_key(type(op), beta, cubic, VERSION)
-
-
-def has_kernel(node: Apply) -> bool:
-    """Return whether the kernels cover inputs of these types."""
-    kinds = {(x.type.dtype, x.type.broadcastable) for x in node.inputs}
-    return len(kinds) == 1 and node.inputs[0].type.ndim > 0
 
 
 @numba_njit

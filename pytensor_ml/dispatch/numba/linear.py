@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
-from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import has_one_dtype, kernel_key, register_kernel, rows_of
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 Array = np.ndarray
@@ -16,11 +15,8 @@ Array = np.ndarray
 VERSION = 1
 
 
-@register_kernel(LinearLayer)
+@register_kernel(LinearLayer, covers=has_one_dtype)
 def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
-    if _has_several_dtypes(node):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
-
     if len(node.inputs) == 2:
 
         @numba_njit
@@ -36,11 +32,8 @@ def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
     return linear, kernel_key(type(op), len(node.inputs), VERSION)
 
 
-@register_kernel(LinearPullback)
+@register_kernel(LinearPullback, covers=has_one_dtype)
 def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any) -> Any:
-    if _has_several_dtypes(node):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
-
     if len(node.inputs) == 3:
 
         @numba_njit
@@ -70,7 +63,3 @@ def gradients(X: Array, W: Array, g: Array) -> Any:
     if X.size == 0:
         return np.zeros_like(X), np.zeros_like(W)
     return np.dot(g, W.T).reshape(X.shape), np.dot(rows_of(X).T, g)
-
-
-def _has_several_dtypes(node: Apply) -> bool:
-    return len({v.type.dtype for v in [*node.inputs, *node.outputs]}) > 1

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
-from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.dispatch.numba.basic import exp, kernel_key, largest, register_kernel, rows_of
 from pytensor_ml.loss import CrossEntropyLayer, CrossEntropyPullback
@@ -33,13 +32,16 @@ def numba_funcify_cross_entropy(op: CrossEntropyLayer, node: Apply, **kwargs: An
     return cross_entropy, kernel_key(type(op), smoothing, ignored, VERSION)
 
 
-@register_kernel(CrossEntropyPullback)
+def is_of_one_dtype(op: CrossEntropyPullback) -> bool:
+    """Return whether the logits, the sums and the gradient have one dtype."""
+    logits, _, log_sums, g = op.input_types
+    return len({kind.dtype for kind in (logits, log_sums, g)}) == 1
+
+
+@register_kernel(CrossEntropyPullback, covers=is_of_one_dtype)
 def numba_funcify_cross_entropy_pullback(
     op: CrossEntropyPullback, node: Apply, **kwargs: Any
 ) -> Any:
-    logits, _, log_sums, g = node.inputs
-    if len({x.type.dtype for x in (logits, log_sums, g)}) > 1:
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     smoothing, ignored = op.label_smoothing, op.ignore_index
 
     @numba_njit

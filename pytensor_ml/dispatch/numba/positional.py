@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
-from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
 from pytensor_ml.layers.positional import (
@@ -28,10 +27,13 @@ LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
 
 
-@register_kernel(RotaryTable)
+def has_known_frequencies(op: RotaryTable) -> bool:
+    """Return whether the frequencies do not depend on the length at hand."""
+    return dict(op.scaling)["rope_type"] not in ("dynamic", "longrope")
+
+
+@register_kernel(RotaryTable, covers=has_known_frequencies)
 def numba_funcify_rotary_table(op: RotaryTable, node: Apply, **kwargs: Any) -> Any:
-    if dict(op.scaling)["rope_type"] in ("dynamic", "longrope"):
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     frequencies, attention_factor = scaled_frequencies(
         rotary_dim=op.rotary_dim, base=op.base, scaling=op.scaling, length=1
     )
@@ -85,10 +87,8 @@ def fill_table(positions: Array, high: Array, low: Array, amplitude: float, tabl
             table[i, j, 1] = sign * np.sin(angle)
 
 
-@register_kernel(ApplyRotary)
+@register_kernel(ApplyRotary, covers=lambda op: op.has_aligned_table)
 def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> Any:
-    if not op.has_aligned_table:
-        return numba_funcify_OpFromGraph(op, node=node, **kwargs)
     x, table = node.inputs
     n_batch_axes = table.type.ndim - 3
     sign = -1 if op.inverse else 1
