@@ -24,6 +24,8 @@ extensions = [
 ]
 exclude_patterns = ["_build", "examples"]
 templates_path = ["_templates"]
+# Options such as --quick keep both dashes.
+smartquotes = False
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -40,6 +42,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_sidebars = dict.fromkeys(("benchmarks", "contributing", "gallery", "moving"), [])
 html_theme_options = {
     "logo": {"text": project},
     "navbar_align": "left",

@@ -8,6 +8,7 @@ extras that they name must exist.
 import ast
 import contextlib
 import doctest
+import importlib
 import io
 import re
 import shlex
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import pytensor
 import pytest
 
+import pytensor_ml
 from pytensor_ml.models.loading import gguf, registry
 from pytensor_ml.serialize import allowed
 
@@ -185,11 +187,29 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.compiles_nothing
 def test_every_page_is_in_a_table_of_contents():
-    listed = re.findall(
-        r"^(\w+)$",
-        " ".join(
-            re.findall(r"```{toctree}.*?```", (ROOT / "docs/index.md").read_text(), re.S)
-        ).replace(" ", "\n"),
-        re.M,
-    )
-    assert {path.stem for path in PAGES[1:]} - {"index"} <= set(listed)
+    tables = [re.findall(r"^```{toctree}.*?^```", page.read_text(), re.M | re.S) for page in PAGES]
+    listed = {line for table in tables for text in table for line in text.splitlines()}
+    assert {page.stem for page in PAGES[1:]} - {"index"} <= listed
+
+
+@pytest.mark.compiles_nothing
+def test_names_to_move_to_exist_and_those_that_are_missing_do_not():
+    folders = ("models", "models.loading", "optim", "pytensorf", "serialize", "layers")
+    files = ("activations", "base", "generation", "loss", "model", "params", "state")
+    modules = [importlib.import_module(f"pytensor_ml.{name}") for name in (*folders, *files)]
+    modules.append(pytensor_ml)
+
+    def exists(name):
+        return name == "pytensor" or any(hasattr(module, name) for module in modules)
+
+    text = (ROOT / "docs" / "moving.md").read_text()
+    n_names = 0
+    for table in re.finditer(r"(?:^\|.*\|\n)+", text, re.M):
+        header, _, *rows = [row.strip("| ").split(" | ")[-1] for row in table[0].splitlines()]
+        is_missing = table.start() > text.index("What is only in 0.3.0") and header == "names"
+        pattern = r"`(?:\w+=)?(\w+)[\w.]*\(" if header == "here" else r"`(\w+)`"
+        for row in rows:
+            names = re.findall(pattern, row if header == "here" else row.split(";")[0])
+            assert all(exists(name) is not is_missing for name in names), row
+            n_names += len(names)
+    assert n_names > 100

@@ -17,11 +17,7 @@ ENTRY = """
 
 {text}
 
-```console
-$ python docs/examples/{path.name}
-```
-
-<details><summary>{path.name}</summary>
+<details><summary>Source of {path.name}</summary>
 
 ```{{literalinclude}} examples/{path.name}
 ```
