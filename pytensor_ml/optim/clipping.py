@@ -73,7 +73,7 @@ def clip_by_global_norm(max_norm: Rate = 1.0) -> Transform:
         bound = (
             pt.as_tensor(max_norm, dtype=dtype)
             if isinstance(max_norm, int | float)
-            else (max_norm.astype(dtype))
+            else max_norm.astype(dtype)
         )
         total: Any = pt.constant(0, dtype=dtype)
         with sharing_ops():
