@@ -6,7 +6,7 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from pytensor.compile.sharedvalue import SharedVariable
 
 from pytensor_ml.layers.attention import GatedAttention, GroupedQueryAttention
@@ -53,7 +53,7 @@ type Axes = dict[SharedVariable, tuple[Axis, ...]]
 
 def partition_specs(
     layers: Callable | Sequence[Callable],
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: Mapping[str, MeshAxes] = RULES,
 ) -> dict[str, PartitionSpec]:
     """Return how each parameter of a model is split over the devices of a mesh.
@@ -82,8 +82,8 @@ def partition_specs(
     layers : layer or sequence of layers
         The model, or its parts. A :class:`~pytensor_ml.layers.linear.Linear` among them is an
         output head.
-    mesh : jax.sharding.Mesh
-        The devices.
+    mesh : Mesh or AbstractMesh
+        The devices, or only their number along each axis.
     rules : mapping from str to str, tuple of str or None, optional
         For each role the axis of the mesh, or several, over which it is split, or None. By default
         vocabulary, heads, hidden width and experts are split over ``"tensor"``. With
@@ -296,7 +296,7 @@ def _linear(layer: Linear, rows: Axis, columns: Axis) -> Axes:
 
 
 def _mesh_axes(
-    parameter: SharedVariable, axis: Axis, mesh: Mesh, rules: Mapping[str, MeshAxes]
+    parameter: SharedVariable, axis: Axis, mesh: Mesh | AbstractMesh, rules: Mapping[str, MeshAxes]
 ) -> MeshAxes:
     if axis.role is None:
         return None
