@@ -22,6 +22,8 @@ from pytensor_ml.summary import (
     whole,
 )
 
+__all__ = ["Picture", "plot_network"]
+
 
 class Picture:
     """A picture as SVG text, which notebooks show.

@@ -14,6 +14,8 @@ from pytensor_ml.params import NonTrainableParameter, TrainableParameter
 if TYPE_CHECKING:
     from rich.table import Table
 
+__all__ = ["Summary", "summarize"]
+
 type Parameter = TrainableParameter | NonTrainableParameter
 
 COLUMNS = ("parameter", "shape", "dtype", "bytes", "")
