@@ -42,7 +42,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_sidebars = dict.fromkeys(("benchmarks", "contributing", "gallery", "moving"), [])
+html_sidebars = {page: [] for page in ("benchmarks", "contributing", "gallery", "moving")}
 html_theme_options = {
     "logo": {"text": project},
     "navbar_align": "left",

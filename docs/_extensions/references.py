@@ -1,6 +1,7 @@
 """Resolves a reference to an object by any name that it can be imported by.
 
 Docstrings name the module that defines a class, and the API pages the one that it is imported from.
+Tables of objects leave out the citations of a docstring's first line.
 """
 
 from pydoc import locate
@@ -10,6 +11,7 @@ from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.ext.autosummary import autosummary_table
 from sphinx.util.nodes import make_refnode
 
 
@@ -36,6 +38,16 @@ def resolve(
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
 
 
+def leave_out_citations(app: Sphinx, document: nodes.document) -> None:
+    for table in document.findall(autosummary_table):
+        for citation in [n for n in table.findall(pending_xref) if n["refdomain"] == "citation"]:
+            paragraph = citation.parent
+            before = paragraph[paragraph.index(citation) - 1]
+            paragraph.remove(citation)
+            paragraph.replace(before, nodes.Text(before.astext().rstrip()))
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("missing-reference", resolve)
+    app.connect("doctree-read", leave_out_citations)
     return {"parallel_read_safe": True}
