@@ -339,16 +339,19 @@ def test_inputs_come_in_the_order_asked_for():
 
 def test_values_are_brought_to_the_dtypes_of_the_graph(jax):
     x, n = Input("x", (None,)), Input("n", (), dtype="int64")
-    y = x * trainable(np.ones(3, "float32"), "w") + n.astype("float32")
-    f, params = to_jax(y, inputs=[x, n])
+    y = x * trainable(np.float32([1, 2, 3]), "w")
+    f, params = to_jax([y, n + 1], inputs=[x, n])
     half = {"w": params["w"].astype("bfloat16")}
-    result = f(half, [1, 2, 3], 4)
-    assert result.dtype == "float32"
-    np.testing.assert_array_equal(result, [5, 6, 7])
-    gradient = jax.grad(lambda params: f(params, [1, 2, 3], 4).sum())(half)["w"]
+    value = jax.numpy.full(3, 1 / 3, "bfloat16")
+    product, following = f(half, value, np.uint8(255))
+    # In bfloat16 the products would be rounded.
+    assert product.dtype == "float32"
+    np.testing.assert_array_equal(product, np.float32(value) * np.float32([1, 2, 3]))
+    assert following == 256
+    gradient = jax.grad(lambda params: f(params, value, 4)[0].sum())(half)["w"]
     assert gradient.dtype == "bfloat16"
     with pytest.raises(TypeError, match=r"n is of dtype int64, to which float32"):
-        f(params, [1, 2, 3], 4.5)
+        f(params, value, 4.5)
 
 
 def test_training_by_optax_moves_what_is_trained(jax):
