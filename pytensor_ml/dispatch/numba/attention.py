@@ -10,7 +10,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import exp, kernel_key, largest, register_kernel
+from pytensor_ml.dispatch.numba.basic import empty, exp, kernel_key, largest, register_kernel
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
 
 Array = np.ndarray
@@ -46,7 +46,7 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
         _, n_kv_head, n_keys, _ = k.shape
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
-        y = np.empty((n_batch, n_head, n_queries, v.shape[3]), q.dtype)
+        y = empty((n_batch, n_head, n_queries, v.shape[3]), q.dtype)
         for b in range(n_batch):
             if mask is None:
                 seen = None
@@ -93,7 +93,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
         _, n_kv_head, n_keys, _ = k.shape
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
-        dq = np.empty(q.shape, q.dtype)
+        dq = empty(q.shape, q.dtype)
         dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
         if has_mask_gradient:
             dmask = np.zeros(mask.shape)
@@ -194,7 +194,7 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 4
+    version = 5
     masks = [x.type.dtype for x in node.inputs[3:]]
     return kernel_key(type(op), op._props_dict(), masks, version)
 

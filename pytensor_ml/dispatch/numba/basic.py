@@ -1,5 +1,6 @@
 """What holds for every op on Numba."""
 
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from math import factorial, log
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.typing import signature
 from numba.extending import overload
 from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply
@@ -95,6 +97,42 @@ def overload_exp(x: Any) -> Callable:
         return np.float32(0) if x < LOWEST else y
 
     return exp_float32 if x == types.float32 else exp_float64
+
+
+# What NumPy asks of Linux for arrays of this size, whose small pages take longer to come than to be
+# filled.
+HUGE_BYTES = 2**22
+MADV_HUGEPAGE = 14
+PAGE_BYTES = 4096
+
+
+def ask_for_huge_pages(x: Any) -> Any:
+    """Let large pages back a new array if it is large; compiled for what the system has."""
+
+
+@overload(ask_for_huge_pages)
+def overload_ask_for_huge_pages(x: Any) -> Callable:
+    madvise: Any = types.ExternalFunction(
+        "madvise", signature(types.int32, types.uintp, types.uintp, types.int32)
+    )
+
+    def ask(x: Any) -> Any:
+        if x.nbytes >= HUGE_BYTES:
+            start = (x.ctypes.data + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+            madvise(start, x.ctypes.data + x.nbytes - start, MADV_HUGEPAGE)
+
+    def do_nothing(x: Any) -> Any:
+        pass
+
+    return ask if sys.platform == "linux" else do_nothing
+
+
+@numba_njit
+def empty(shape: Any, dtype: Any) -> np.ndarray:
+    """Return a new array for what may be large."""
+    made = np.empty(shape, dtype)
+    ask_for_huge_pages(made)
+    return made
 
 
 @numba_njit

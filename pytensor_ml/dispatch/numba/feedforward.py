@@ -6,13 +6,13 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, sigmoid
+from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, sigmoid
 from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
 
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 1
+VERSION = 2
 
 
 def are_alike(op: GatedActivationLayer | GatedActivationPullback) -> bool:
@@ -60,7 +60,7 @@ def flat(x: Array) -> Array:
 @numba_njit(error_model="numpy")
 def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
     beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
-    y = np.empty_like(gate)
+    y = empty(gate.shape, gate.dtype)
     for i in range(len(gate)):
         x = gate[i]
         y[i] = x * sigmoid(beta * (x + cubic * x * x * x)) * value[i]
@@ -71,7 +71,7 @@ def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
 def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) -> Any:
     one, three = gate.dtype.type(1), gate.dtype.type(3)
     beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
-    dgate, dvalue = np.empty_like(gate), np.empty_like(gate)
+    dgate, dvalue = empty(gate.shape, gate.dtype), empty(gate.shape, gate.dtype)
     for i in range(len(gate)):
         x = gate[i]
         s = sigmoid(beta * (x + cubic * x * x * x))

@@ -6,13 +6,19 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import has_one_dtype, kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import (
+    empty,
+    has_one_dtype,
+    kernel_key,
+    register_kernel,
+    rows_of,
+)
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 1
+VERSION = 2
 
 
 @register_kernel(LinearLayer, covers=has_one_dtype)
@@ -55,11 +61,18 @@ def product(rows: Array, W: Array) -> Array:
     if rows.shape[0] == 1:
         # W is read once and nothing else is to do, which the product of matrices is slower at.
         return np.dot(rows[0], W).reshape((1, W.shape[1]))
-    return np.dot(rows, W)
+    return multiplied(rows, W)
+
+
+@numba_njit
+def multiplied(x: Array, y: Array) -> Array:
+    made = empty((x.shape[0], y.shape[1]), x.dtype)
+    np.dot(x, y, made)
+    return made
 
 
 @numba_njit
 def gradients(X: Array, W: Array, g: Array) -> Any:
     if X.size == 0:
         return np.zeros_like(X), np.zeros_like(W)
-    return np.dot(g, W.T).reshape(X.shape), np.dot(rows_of(X).T, g)
+    return multiplied(g, W.T).reshape(X.shape), multiplied(rows_of(X).T, g)

@@ -6,13 +6,20 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import exp, kernel_key, largest, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import (
+    empty,
+    exp,
+    kernel_key,
+    largest,
+    register_kernel,
+    rows_of,
+)
 from pytensor_ml.loss import CrossEntropyLayer, CrossEntropyPullback
 
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 1
+VERSION = 2
 
 
 @register_kernel(CrossEntropyLayer)
@@ -101,7 +108,7 @@ def gradients_of_rows(
     dtype = logits.dtype.type
     n = logits.shape[1]
     share, rest = dtype(smoothing / n), dtype(1 - smoothing)
-    gradient = np.empty_like(logits)
+    gradient = empty(logits.shape, logits.dtype)
     for row in range(len(ids)):
         for j in range(n):
             gradient[row, j] = (exp(logits[row, j] - log_sums[row]) - share) * g[row]

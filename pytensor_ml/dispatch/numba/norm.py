@@ -11,7 +11,7 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, rows_of
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -128,7 +128,7 @@ def numba_funcify_layer_norm_pullback(
 
 def cache_key(op: Any, node: Apply) -> str:
     """Return a key made of what the kernels read, which the width is not."""
-    version = 1
+    version = 2
     offset = getattr(op, "offset", None)
     return kernel_key(type(op), op.epsilon, offset, len(node.inputs), version)
 
@@ -152,7 +152,7 @@ def multiplier(x: Array, parameter: Array, offset: int) -> Array:
 @numba_njit
 def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
     rows, n = x.shape
-    y = np.empty_like(x)
+    y = empty(x.shape, x.dtype)
     for row in range(rows):
         xx = 0.0
         for i in range(n):
@@ -168,7 +168,7 @@ def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) ->
     rows, n = x.shape
     if dy.shape != x.shape:
         raise ValueError("A norm got a gradient of another shape than its input.")
-    dx = np.empty_like(x)
+    dx = empty(x.shape, x.dtype)
     dscale = np.zeros(n)
     for row in range(rows):
         xx = 0.0
@@ -206,7 +206,7 @@ def center(x: Array, centered: Array) -> None:
 @numba_njit
 def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array:
     rows, n = x.shape
-    y = np.empty_like(x)
+    y = empty(x.shape, x.dtype)
     d = np.empty(n)
     for row in range(rows):
         center(x[row], d)
@@ -224,7 +224,7 @@ def layer_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) 
     rows, n = x.shape
     if dy.shape != x.shape:
         raise ValueError("A norm got a gradient of another shape than its input.")
-    dx = np.empty_like(x)
+    dx = empty(x.shape, x.dtype)
     dloc = np.zeros(n)
     dscale = np.zeros(n)
     d = np.empty(n)

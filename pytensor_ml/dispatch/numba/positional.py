@@ -8,7 +8,7 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
     ApplyRotary,
@@ -21,7 +21,7 @@ from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 1
+VERSION = 2
 
 LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
@@ -108,7 +108,7 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
             raise ValueError("A rotary table's shape does not go with that of what it rotates.")
         rows = np.ascontiguousarray(x).reshape((n_batch, n_heads, n_steps, n_channels))
         angles = np.ascontiguousarray(table).reshape((n_batch, n_steps, n_pairs, 2))
-        y = np.empty(rows.shape, rows.dtype)
+        y = empty(rows.shape, rows.dtype)
         cos = np.empty((n_steps, n_pairs), dtype)
         sin = np.empty((n_steps, n_pairs), dtype)
         for b in range(n_batch):
