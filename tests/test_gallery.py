@@ -27,7 +27,7 @@ ON_MLX = ("--backend", "mlx")
 CLAIMS = {
     "custom_layer": Claim(
         r"mlx: definition and kernel differ by (\S+); .* takes (\d+) times as long",
-        lambda difference, ratio: float(difference) < 1e-5 and int(ratio) >= 2,
+        lambda difference, ratio: float(difference) < 1e-5 and int(ratio) >= 10,
         ("--backends", "mlx"),
     ),
     "decoder": Claim(

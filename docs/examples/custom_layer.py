@@ -28,6 +28,8 @@ from pytensor_ml.pytensorf import BACKENDS, backend_mode, function
 from pytensor_ml.state import NormalInitializer
 
 BATCH, FEATURES = 4, 16
+# To be raised when the kernel changes: what Numba has cached outlives the code.
+VERSION = 1
 
 
 class MovingAverage(Layer):
@@ -77,9 +79,9 @@ def numba_funcify_decayed_sum(op, node, **kwargs):
                     h[b, t, i] = x[b, t, i] + (decay[i] * h[b, t - 1, i] if t else 0)
         return h
 
-    # The key is of all that the kernel reads: what Numba has cached is found by it. Types of
-    # arguments are told apart anyway.
-    return decayed_sum_kernel, kernel_key(type(op), 1)
+    # What Numba has cached is found by this key, which is of all that the kernel reads besides its
+    # arguments, and by their types.
+    return decayed_sum_kernel, kernel_key(type(op), VERSION)
 
 
 def compile_for(backend, y):
