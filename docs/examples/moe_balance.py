@@ -34,7 +34,7 @@ parser.add_argument(
     help="where the picture goes",
 )
 options = parser.parse_args()
-n_steps, rate = (60, 1e-2) if options.quick else (300, 2e-3)
+n_steps, rate = (60, 1e-2) if options.quick else (200, 2e-3)
 
 rng = np.random.default_rng(0)
 target_map = rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5
@@ -82,7 +82,7 @@ for label, factor in (("without the update", 0.0), ("with the update", rate)):
         f"{float(losses[-1]):.3f}"
     )
 
-figure = Figure(figsize=(9, 4), layout="constrained")
+figure = Figure(figsize=(8, 3.5), layout="constrained")
 for axes, (label, share) in zip(figure.subplots(ncols=2, sharey=True), shares.items(), strict=True):
     axes.plot(share, linewidth=0.8)
     axes.axhline(TOP_K / EXPERTS, color="gray", linestyle="--")
@@ -92,5 +92,5 @@ for axes, (label, share) in zip(figure.subplots(ncols=2, sharey=True), shares.it
 
 path = options.folder / "moe_balance.png"
 path.parent.mkdir(parents=True, exist_ok=True)
-figure.savefig(path, dpi=90)
+figure.savefig(path, dpi=70)
 print(f"wrote {path}")
