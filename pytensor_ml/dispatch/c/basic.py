@@ -103,27 +103,43 @@ inline bool fail(const char* message) {
     return false;
 }
 
+// The address of a function of SciPy's BLAS, or NULL with an error.
+inline void* blas_function(const char* name, const char* signature) {
+    PyObject* module = PyImport_ImportModule("scipy.linalg.cython_blas");
+    PyObject* table = module ? PyObject_GetAttrString(module, "__pyx_capi__") : NULL;
+    PyObject* capsule = table ? PyMapping_GetItemString(table, name) : NULL;
+    const char* found = capsule ? PyCapsule_GetName(capsule) : NULL;
+    void* address = NULL;
+    if (found && std::strstr(found, signature))
+        address = PyCapsule_GetPointer(capsule, found);
+    else if (found)
+        PyErr_Format(PyExc_NotImplementedError,
+                     "These C kernels need a SciPy whose BLAS has 32-bit integers; "
+                     "this one has %s. Compile for another backend.", found);
+    Py_XDECREF(capsule);
+    Py_XDECREF(table);
+    Py_XDECREF(module);
+    return address;
+}
+
 template <typename T>
 struct Blas {
     typedef void (*Gemm)(char*, char*, int*, int*, int*, T*, T*, int*, T*, int*, T*, T*, int*);
+    typedef void (*Gemv)(char*, int*, int*, T*, T*, int*, T*, int*, T*, T*, int*);
 
     static Gemm gemm() {
         static Gemm address = NULL;
-        if (address) return address;
-        PyObject* module = PyImport_ImportModule("scipy.linalg.cython_blas");
-        PyObject* table = module ? PyObject_GetAttrString(module, "__pyx_capi__") : NULL;
-        PyObject* capsule =
-            table ? PyMapping_GetItemString(table, sizeof(T) == 4 ? "sgemm" : "dgemm") : NULL;
-        const char* signature = capsule ? PyCapsule_GetName(capsule) : NULL;
-        if (signature && std::strstr(signature, "char *, char *, int *, int *, int *,"))
-            address = (Gemm)PyCapsule_GetPointer(capsule, signature);
-        else if (signature)
-            PyErr_Format(PyExc_NotImplementedError,
-                         "These C kernels need a SciPy whose BLAS has 32-bit integers; "
-                         "this one has %s. Compile for another backend.", signature);
-        Py_XDECREF(capsule);
-        Py_XDECREF(table);
-        Py_XDECREF(module);
+        if (!address)
+            address = (Gemm)blas_function(sizeof(T) == 4 ? "sgemm" : "dgemm",
+                                          "char *, char *, int *, int *, int *,");
+        return address;
+    }
+
+    static Gemv gemv() {
+        static Gemv address = NULL;
+        if (!address)
+            address = (Gemv)blas_function(sizeof(T) == 4 ? "sgemv" : "dgemv",
+                                          "char *, int *, int *,");
         return address;
     }
 };

@@ -1,0 +1,142 @@
+"""C kernels of affine maps."""
+
+from typing import Any
+
+from pytensor.graph.basic import Apply, Variable
+from pytensor.utils import hash_from_code
+
+from pytensor_ml.dispatch.c.basic import PRODUCTS, CKernel, c_funcify
+from pytensor_ml.layers.linear import LinearLayer, LinearPullback
+
+
+@c_funcify.register(LinearLayer)
+@c_funcify.register(LinearPullback)
+def c_funcify_linear(op: LinearLayer | LinearPullback, node: Apply) -> list[Variable] | None:
+    dtypes = {kind.dtype for kind in (*op.input_types, *op.output_types)}
+    if dtypes not in ({"float32"}, {"float64"}) or op.input_types[0].ndim == 0:
+        return None
+    return LinearKernel(op).make_node(*node.inputs).outputs
+
+
+class LinearKernel(CKernel):
+    """An affine map of float32 or float64, or its gradients."""
+
+    layer_op: LinearLayer | LinearPullback
+
+    def c_code_cache_version(self) -> tuple[str, ...]:
+        return (hash_from_code(SUPPORT_CODE),)
+
+    def c_support_code(self, **kwargs: Any) -> str:
+        return SUPPORT_CODE
+
+    def c_code(self, node: Apply, name: str, inputs: Any, outputs: Any, sub: Any) -> str:
+        if isinstance(self.layer_op, LinearLayer):
+            X, W, *b = inputs
+            call = f"run<T>({X}, {W}, {b[0] if b else 'NULL'}, {outputs[0]})"
+        else:
+            X, W, g, *_ = inputs
+            db = f"&{outputs[2]}" if len(outputs) > 2 else "NULL"
+            call = f"pull_back<T>({X}, {W}, {g}, {outputs[0]}, {outputs[1]}, {db})"
+        call = call.replace("<T>", f"<npy_{node.inputs[0].type.dtype}>")
+        return f"if (!pytensor_ml_linear::{call}) {{ {sub['fail']} }}"
+
+
+SUPPORT_CODE = (
+    PRODUCTS
+    + r"""
+namespace pytensor_ml_linear {
+
+using namespace pytensor_ml_products;
+
+// An array as a row-major matrix, of the vectors along its last axis if it has more than two axes.
+template <typename T>
+struct Rows {
+    PyArrayObject* array;
+    npy_intp rows, columns;
+    bool transposed;
+
+    explicit Rows(PyArrayObject* source) : array(NULL), rows(1), transposed(false) {
+        const int n_axes = PyArray_NDIM(source);
+        columns = PyArray_DIM(source, n_axes - 1);
+        for (int axis = 0; axis < n_axes - 1; ++axis) rows *= PyArray_DIM(source, axis);
+        if (n_axes == 2 && PyArray_IS_F_CONTIGUOUS(source) && !PyArray_IS_C_CONTIGUOUS(source)) {
+            transposed = true;
+            array = source;
+            Py_INCREF(source);
+        } else {
+            array = PyArray_GETCONTIGUOUS(source);
+        }
+    }
+    ~Rows() { Py_XDECREF(array); }
+
+    const T* data() const { return (const T*)PyArray_DATA(array); }
+    Matrix<T> matrix() const { return {data(), transposed ? rows : columns, transposed}; }
+    Matrix<T> transpose() const { return {data(), transposed ? rows : columns, !transposed}; }
+};
+
+inline bool allocate(int n_axes, const npy_intp* shape, PyArrayObject* like, PyArrayObject*& out) {
+    if (out && PyArray_IS_C_CONTIGUOUS(out) && PyArray_NDIM(out) == n_axes &&
+        PyArray_CompareLists(PyArray_DIMS(out), shape, n_axes))
+        return true;
+    Py_XDECREF(out);
+    out = (PyArrayObject*)PyArray_EMPTY(n_axes, shape, PyArray_TYPE(like), 0);
+    return out != NULL;
+}
+
+template <typename T>
+bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y) {
+    const Rows<T> x(X), w(W);
+    if (!x.array || !w.array) return false;
+    if (x.columns != w.rows || (b && PyArray_DIM(b, 0) != w.columns))
+        return fail("An affine map got an input or a bias whose width does not fit its weight.");
+    std::vector<npy_intp> shape(PyArray_DIMS(X), PyArray_DIMS(X) + PyArray_NDIM(X));
+    shape.back() = w.columns;
+    if (!Blas<T>::gemm() || !Blas<T>::gemv() || !allocate(shape.size(), shape.data(), X, Y))
+        return false;
+    T* y = (T*)PyArray_DATA(Y);
+    if (x.rows == 1 && x.columns && w.columns) {
+        // The weight is read once and nothing else is to do, which the product of matrices is
+        // slower at.
+        std::fill_n(y, w.columns, T(0));
+        int m = int(w.transposed ? w.rows : w.columns), n = int(w.transposed ? w.columns : w.rows);
+        int one = 1;
+        T unit = 1;
+        Blas<T>::gemv()(const_cast<char*>(w.transposed ? "T" : "N"), &m, &n, &unit,
+                        const_cast<T*>(w.data()), &m, const_cast<T*>(x.data()), &one, &unit, y,
+                        &one);
+    } else {
+        multiply<T>(x.rows, w.columns, x.columns, x.matrix(), w.matrix(), T(0), y, w.columns);
+    }
+    for (npy_intp i = 0; b && i < x.rows; ++i)
+        for (npy_intp j = 0; j < w.columns; ++j)
+            y[i * w.columns + j] += *(const T*)PyArray_GETPTR1(b, j);
+    return true;
+}
+
+template <typename T>
+bool pull_back(PyArrayObject* X, PyArrayObject* W, PyArrayObject* G, PyArrayObject*& dX,
+               PyArrayObject*& dW, PyArrayObject** db) {
+    const Rows<T> x(X), w(W), g(G);
+    if (!x.array || !w.array || !g.array) return false;
+    if (x.columns != w.rows || g.columns != w.columns || g.rows != x.rows)
+        return fail("An affine map got an input or a gradient that does not fit its weight.");
+    const npy_intp weight_shape[] = {w.rows, w.columns};
+    if (!Blas<T>::gemm() || !allocate(PyArray_NDIM(X), PyArray_DIMS(X), X, dX) ||
+        !allocate(2, weight_shape, X, dW) || (db && !allocate(1, &w.columns, X, *db)))
+        return false;
+    multiply<T>(x.rows, x.columns, w.columns, g.matrix(), w.transpose(), T(0),
+                (T*)PyArray_DATA(dX), x.columns);
+    multiply<T>(x.columns, w.columns, x.rows, x.transpose(), g.matrix(), T(0),
+                (T*)PyArray_DATA(dW), w.columns);
+    if (!db) return true;
+    std::vector<double> sums(w.columns);
+    for (npy_intp i = 0; i < g.rows; ++i)
+        for (npy_intp j = 0; j < g.columns; ++j)
+            sums[j] += g.data()[g.transposed ? j * g.rows + i : i * g.columns + j];
+    for (npy_intp j = 0; j < w.columns; ++j) ((T*)PyArray_DATA(*db))[j] = T(sums[j]);
+    return true;
+}
+
+}
+"""
+)
