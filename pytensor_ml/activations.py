@@ -132,13 +132,22 @@ class Swish(Activation):
     beta : float
         The steepness :math:`\beta`.
 
+    Raises
+    ------
+    ValueError
+        If the steepness is not finite.
+
     References
     ----------
     .. [1] Ramachandran, Zoph and Le (2017). Searching for Activation Functions. arXiv:1710.05941.
     """
 
     def __init__(self, beta: float = 1.0):
-        self.beta = beta
+        if not math.isfinite(beta):
+            raise ValueError(
+                f"Swish got beta={beta}, with which its outputs would be NaN. Pass a finite number."
+            )
+        self.beta = float(beta)
 
     def __call__(self, x: TensorLike) -> TensorVariable:
         x = self._floating(x)

@@ -111,7 +111,7 @@ def plot_network(outputs: Outputs) -> Picture:
             f'<text x="{middle}" y="{top + 35}" font-size="11" {_INK}>{escape(detail)}</text>'
         )
     width = middle + half + 24 + 14 * len(lanes)
-    total = 24 + len(boxes) * (height + gap) - gap
+    total = max(0, 24 + len(boxes) * (height + gap) - gap)
     return Picture(_SVG.format(width=width, height=total, drawn="\n".join(drawn)))
 
 

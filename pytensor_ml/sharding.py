@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from pytensor.compile.sharedvalue import SharedVariable
 
 from pytensor_ml.layers.attention import GatedAttention, GroupedQueryAttention
+from pytensor_ml.layers.combinators import Sequential
 from pytensor_ml.layers.embedding import Embedding
 from pytensor_ml.layers.feedforward import FeedForward, GatedFeedForward
 from pytensor_ml.layers.linear import Linear
@@ -184,6 +185,11 @@ def parameter_axes(layer: Any) -> Axes:
     ...     return {layer.down.W: (Axis("width", 64), Axis(None, 8))}
     """
     return {}
+
+
+@parameter_axes.register(Sequential)
+def _sequential(layer: Sequential) -> Axes:
+    return _joined(*layer.layers)
 
 
 @parameter_axes.register(CausalLM)

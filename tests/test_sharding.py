@@ -19,6 +19,7 @@ from pytensor_ml.layers import (
     Linear,
     MultiheadAttention,
     RMSNorm,
+    Sequential,
     TransformerBlock,
     TransformerStack,
     build_moe_config,
@@ -194,6 +195,13 @@ def test_axes_that_do_not_divide_are_errors(sharding):
         sharding.partition_specs(mlp, mesh_of(data=4), both)
     with pytest.raises(ValueError, match=r"mlp_gate_W has 9 width, which 2"):
         sharding.partition_specs(mlp, mesh_of(), sharding.RULES | {"width": "data"})
+
+
+def test_layers_in_sequence_are_found(sharding):
+    layers = [GatedFeedForward(name, d_model=8, hidden_dim=16) for name in ("one", "two")]
+    specs = sharding.partition_specs(Sequential(*layers), mesh_of())
+    assert specs == sharding.partition_specs(layers, mesh_of())
+    assert len(specs) == 6
 
 
 def test_meshes_that_do_not_serve_are_errors(sharding):

@@ -354,6 +354,20 @@ def test_values_are_brought_to_the_dtypes_of_the_graph(jax):
         f(params, value, 4.5)
 
 
+def test_integers_that_would_wrap_around_are_refused(jax):
+    n = Input("n", (None,), dtype="int8")
+    f, params = to_jax(n + n, inputs=[n])
+    assert f(params, np.array([63, -64])).tolist() == [126, -128]
+    with pytest.raises(TypeError, match=r"int8, which cannot hold -1 to 300"):
+        f(params, np.array([300, -1]))
+    with pytest.raises(TypeError, match="int8, to which int32 would be truncated"):
+        f(params, jax.numpy.array([1]))
+    positions = Input("positions", (None,), dtype="int64")
+    f, params = to_jax(positions, inputs=[positions])
+    with pytest.raises(TypeError, match="x64"):
+        f(params, np.array([2**31]))
+
+
 def test_training_by_optax_moves_what_is_trained(jax):
     optax = pytest.importorskip("optax")
     x, target = Input("x", (None, 4)), Input("target", (None, 2))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
-from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.basic import Variable
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
 
@@ -152,9 +152,6 @@ class GatedActivationLayer(BinaryLayerOp):
         gate, value = inputs
         return [gated_activation(gate, value, beta=self.beta, cubic=self.cubic)]
 
-    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [shapes[0]]
-
     def pullback(
         self,
         inputs: Sequence[Variable],
@@ -175,19 +172,20 @@ class GatedActivationPullback(LayerOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         gate, value, g = inputs
-        one, cubic = (pt.constant(c, dtype=gate.type.dtype) for c in (1, 3 * self.cubic))
-        beta = pt.constant(self.beta, dtype=gate.type.dtype)
+        one, beta, cubic = (
+            pt.constant(c, dtype=gate.type.dtype) for c in (1, self.beta, 3 * self.cubic)
+        )
         sigmoid = pt.sigmoid(_argument(gate, self.beta, self.cubic))
         activation = gate * sigmoid
-        slope = sigmoid + activation * (one - sigmoid) * beta * (one + cubic * gate * gate)
+        inner_slope = beta * (one + cubic * gate * gate) if self.cubic else beta
+        slope = sigmoid + activation * (one - sigmoid) * inner_slope
         return [g * value * slope, g * activation]
-
-    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
-        return [shapes[0], shapes[1]]
 
 
 def gated(activation: Activation, gate: TensorVariable, value: TensorVariable) -> TensorVariable:
     """Return f(gate) times the value, as one op where f is a Swish or the tanh form of GELU."""
+    if (gate.type.dtype, gate.type.broadcastable) != (value.type.dtype, value.type.broadcastable):
+        return activation(gate) * value
     # What another subclass computes is not known.
     if isinstance(activation, Swish) and type(activation) in (Swish, SiLU, QuickGELU):
         return GatedActivationLayer(beta=activation.beta, cubic=0.0)(gate, value)

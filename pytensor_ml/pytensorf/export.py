@@ -176,7 +176,20 @@ def _as_array(value: Any, variable: Any) -> "jax.Array":
     import jax
     import jax.numpy as jnp
 
-    array, kind = jnp.asarray(value), variable.type
+    kind = variable.type
+    dtype = jax.dtypes.canonicalize_dtype(kind.dtype)
+    # JAX would let integers that do not fit wrap around.
+    if not isinstance(value, jax.Array) and np.issubdtype(dtype, np.integer):
+        given = np.asarray(value)
+        if np.issubdtype(given.dtype, np.integer) and given.size:
+            low, high = int(given.min()), int(given.max())
+            if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+                raise TypeError(
+                    f"{variable} is computed in {dtype}, which cannot hold {low} to {high}: these "
+                    "would wrap around. Pass smaller numbers, or enable JAX's x64 for int64."
+                )
+            value = given.astype(dtype)
+    array = jnp.asarray(value)
     if array.ndim != kind.ndim or any(
         n not in (None, m) for n, m in zip(kind.shape, array.shape, strict=True)
     ):
@@ -184,9 +197,10 @@ def _as_array(value: Any, variable: Any) -> "jax.Array":
             f"{variable} takes an array of shape {kind.shape}, but got one of shape "
             f"{array.shape}. Pass what the network was built for."
         )
-    if not np.can_cast(array.dtype, kind.dtype, "same_kind"):
+    are_integers = np.issubdtype(array.dtype, np.integer) and np.issubdtype(dtype, np.integer)
+    if not np.can_cast(array.dtype, kind.dtype, "safe" if are_integers else "same_kind"):
         raise TypeError(
             f"{variable} is of dtype {kind.dtype}, to which {array.dtype} would be truncated. Pass "
             f"an array of {kind.dtype}."
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(kind.dtype))
+    return array.astype(dtype)

@@ -8,7 +8,7 @@ from helpers import assert_close
 
 from dispatch.attention_checks import emptied, in_python, normal
 from pytensor_ml.activations import GELU, SiLU
-from pytensor_ml.layers.feedforward import gated
+from pytensor_ml.layers.feedforward import GatedActivationLayer, gated
 
 
 def check_gated_activations():
@@ -37,6 +37,8 @@ def check_gated_activations():
     for x in spoiled:
         x.flat[3] = np.nan
     extreme = [x * np.array(1000, x.dtype) for x in plain]
+    for x in extreme[:3]:
+        x.flat[:4] = [1e20, -1e20, np.inf, -np.inf]
     for case in (plain, scattered, empty, spoiled, extreme):
         for result, right in zip(run(*case), run_inner_graphs(*case), strict=True):
             assert result.dtype == right.dtype
@@ -48,3 +50,20 @@ def check_gated_activations():
         wrong[i] = wrong[i][:, :4]
         with pytest.raises(ValueError, match="shape"):
             run(*wrong)
+
+
+def check_inputs_that_are_not_alike():
+    """What broadcasts, has no axes or is of two dtypes gives what NumPy gives."""
+    op = GatedActivationLayer(beta=1.5, cubic=0.0)
+    row, matrix, scalar = (
+        pt.tensor("x", shape=shape, dtype="float32") for shape in ((1, 3), (None, 3), ())
+    )
+    wide = pt.tensor("wide", shape=(None, 3), dtype="float64")
+    outputs = [op(row, matrix), op(scalar, scalar), op(matrix, wide), op(row, matrix).shape[0]]
+    run = pytensor.function([row, matrix, scalar, wide], outputs)
+    a, b, c, d = normal(1, 3), normal(4, 3), np.float32(0.3), normal(4, 3, dtype="float64")
+    *results, n_rows = run(a, b, c, d)
+    for result, gate, value in zip(results, (a, c, b), (b, c, d), strict=True):
+        gate = gate.astype("float64")
+        assert_close(result, gate / (1 + np.exp(-1.5 * gate)) * value, 2e-6)
+    assert n_rows == 4

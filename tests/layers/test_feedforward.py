@@ -85,6 +85,16 @@ def test_second_derivatives_match_differences_of_the_first(results):
 
 @pytest.mark.compiles_nothing
 def test_what_is_known_is_one_op_and_what_is_not_is_spelled_out():
-    x = Input("x", shape=(None, 3))
+    x = Input("x", shape=(None, 3), dtype="float32")
     made = [isinstance(gated(f, x, x).owner.op, GatedActivationLayer) for f in ONE_OP + SPELLED_OUT]
     assert made == [True] * len(ONE_OP) + [False] * len(SPELLED_OUT)
+    for shape, dtype in (((None, 3), "float64"), ((1, 3), "float32")):
+        value = Input("value", shape=shape, dtype=dtype)
+        assert not isinstance(gated(SiLU(), x, value).owner.op, GatedActivationLayer)
+
+
+@pytest.mark.compiles_nothing
+def test_a_steepness_is_a_finite_float_of_python():
+    assert type(Swish(np.float32(1.5)).beta) is float
+    with pytest.raises(ValueError, match="NaN"):
+        Swish(math.inf)

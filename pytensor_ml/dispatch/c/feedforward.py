@@ -74,6 +74,12 @@ inline bool same_shape(PyArrayObject* x, PyArrayObject* y) {
     return false;
 }
 
+// Without a cubic term it must not be formed: it may overflow.
+template <typename T>
+inline T argument(T x, T cubic) {
+    return cubic != 0 ? x + cubic * x * x * x : x;
+}
+
 template <typename T>
 bool activate(PyArrayObject* gate, PyArrayObject* value, PyArrayObject*& out, T beta, T cubic) {
     if (!same_shape(gate, value) || !make_like(gate, out)) return false;
@@ -83,7 +89,7 @@ bool activate(PyArrayObject* gate, PyArrayObject* value, PyArrayObject*& out, T 
     T* __restrict__ y = (T*)PyArray_DATA(out);
     const npy_intp n = PyArray_SIZE(gate);
     for (npy_intp i = 0; i < n; ++i)
-        y[i] = x[i] * sigmoid(beta * (x[i] + cubic * x[i] * x[i] * x[i])) * v[i];
+        y[i] = x[i] * sigmoid(beta * argument(x[i], cubic)) * v[i];
     return true;
 }
 
@@ -99,9 +105,10 @@ bool pull_back(PyArrayObject* gate, PyArrayObject* value, PyArrayObject* gradien
     T* __restrict__ dv = (T*)PyArray_DATA(dvalue);
     const npy_intp n = PyArray_SIZE(gate);
     for (npy_intp i = 0; i < n; ++i) {
-        const T s = sigmoid(beta * (x[i] + cubic * x[i] * x[i] * x[i]));
+        const T s = sigmoid(beta * argument(x[i], cubic));
         const T activation = x[i] * s;
-        const T slope = s + activation * (1 - s) * beta * (1 + 3 * cubic * x[i] * x[i]);
+        const T argument_slope = cubic != 0 ? 1 + 3 * cubic * x[i] * x[i] : T(1);
+        const T slope = s + activation * (1 - s) * beta * argument_slope;
         dx[i] = g[i] * v[i] * slope;
         dv[i] = g[i] * activation;
     }

@@ -12,7 +12,7 @@ from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivation
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 2
+VERSION = 3
 
 
 def are_alike(op: GatedActivationLayer | GatedActivationPullback) -> bool:
@@ -63,7 +63,9 @@ def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
     y = empty(gate.shape, gate.dtype)
     for i in range(len(gate)):
         x = gate[i]
-        y[i] = x * sigmoid(beta * (x + cubic * x * x * x)) * value[i]
+        # Without a cubic term it must not be formed: it may overflow.
+        argument = x + cubic * x * x * x if cubic != 0 else x
+        y[i] = x * sigmoid(beta * argument) * value[i]
     return y
 
 
@@ -74,9 +76,11 @@ def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) ->
     dgate, dvalue = empty(gate.shape, gate.dtype), empty(gate.shape, gate.dtype)
     for i in range(len(gate)):
         x = gate[i]
-        s = sigmoid(beta * (x + cubic * x * x * x))
+        argument = x + cubic * x * x * x if cubic != 0 else x
+        argument_slope = one + three * cubic * x * x if cubic != 0 else one
+        s = sigmoid(beta * argument)
         activation = x * s
-        slope = s + activation * (one - s) * beta * (one + three * cubic * x * x)
+        slope = s + activation * (one - s) * beta * argument_slope
         dgate[i] = g[i] * value[i] * slope
         dvalue[i] = g[i] * activation
     return dgate, dvalue
