@@ -31,7 +31,7 @@ from pytensor_ml.pytensorf import collect_shared_variables
 SPLIT = Path(__file__).with_name("on_eight_devices.py")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _with_jax_only(backend):
     if backend != "jax":
         pytest.skip("uses JAX whatever the backend")

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 WIDTH, HEAD_DIM, HIDDEN, EPSILON, BASE, VOCABULARY = 6, 4, 10, 1e-3, 100.0, 11
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _with_jax_only(backend):
     if backend != "jax":
         pytest.skip("uses JAX whatever the backend")

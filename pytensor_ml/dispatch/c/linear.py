@@ -88,7 +88,7 @@ bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y
     const Rows<T> x(X), w(W);
     if (!x.array || !w.array) return false;
     if (x.columns != w.rows || (b && PyArray_DIM(b, 0) != w.columns))
-        return fail("An affine map got an input or a bias whose width does not fit its weight.");
+        return fail("An affine map got an input or a bias that does not fit its weight.");
     std::vector<npy_intp> shape(PyArray_DIMS(X), PyArray_DIMS(X) + PyArray_NDIM(X));
     shape.back() = w.columns;
     if (!Blas<T>::gemm() || !Blas<T>::gemv() || !allocate(shape.size(), shape.data(), X, Y))

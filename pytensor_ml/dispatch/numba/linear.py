@@ -18,7 +18,7 @@ from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 Array = np.ndarray
 
 # To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 2
+VERSION = 3
 
 
 @register_kernel(LinearLayer, covers=has_one_dtype)
@@ -58,6 +58,8 @@ def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any
 
 @numba_njit
 def product(rows: Array, W: Array) -> Array:
+    if rows.shape[1] != W.shape[0]:
+        raise ValueError("An affine map got an input that does not fit its weight.")
     if rows.shape[0] == 1:
         # W is read once and nothing else is to do, which the product of matrices is slower at.
         return np.dot(rows[0], W).reshape((1, W.shape[1]))
@@ -73,6 +75,8 @@ def multiplied(x: Array, y: Array) -> Array:
 
 @numba_njit
 def gradients(X: Array, W: Array, g: Array) -> Any:
+    if X.shape[-1] != W.shape[0] or g.shape[1] != W.shape[1] or X.size != len(g) * W.shape[0]:
+        raise ValueError("An affine map got an input or a gradient that does not fit its weight.")
     if X.size == 0:
         return np.zeros_like(X), np.zeros_like(W)
     return multiplied(g, W.T).reshape(X.shape), multiplied(rows_of(X).T, g)
