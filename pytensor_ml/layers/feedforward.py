@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike
 from pytensor.tensor.variable import TensorVariable
 
@@ -152,6 +152,11 @@ class GatedActivationLayer(BinaryLayerOp):
         gate, value = inputs
         return [gated_activation(gate, value, beta=self.beta, cubic=self.cubic)]
 
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        gate: Any = node.inputs[0]
+        axes = zip(gate.type.broadcastable, *shapes, strict=True)
+        return [tuple(of_value if is_one else of_gate for is_one, of_gate, of_value in axes)]
+
     def pullback(
         self,
         inputs: Sequence[Variable],
@@ -180,6 +185,9 @@ class GatedActivationPullback(LayerOp):
         inner_slope = beta * (one + cubic * gate * gate) if self.cubic else beta
         slope = sigmoid + activation * (one - sigmoid) * inner_slope
         return [g * value * slope, g * activation]
+
+    def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
+        return [shapes[0], shapes[1]]
 
 
 def gated(activation: Activation, gate: TensorVariable, value: TensorVariable) -> TensorVariable:
