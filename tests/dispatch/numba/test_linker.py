@@ -6,7 +6,7 @@ from helpers import assert_close
 from pytensor.compile.mode import get_mode
 
 from pytensor_ml.base import BlockOp
-from pytensor_ml.dispatch.numba.linker import NodeByNode
+from pytensor_ml.dispatch.numba.linker import NodeByNode, _function_of
 from pytensor_ml.layers import Input, Linear, call_as_block
 from pytensor_ml.pytensorf import backend_mode, function
 
@@ -71,3 +71,12 @@ def test_small_graphs_and_other_modes_keep_their_linker():
     x = Input("x", shape=(None,))
     assert not isinstance(function([x], 2 * x).vm, NodeByNode)
     assert backend_mode("c").linker is get_mode("CVM").linker
+
+
+def test_nodes_are_compiled_without_a_cache_if_it_is_off():
+    """Numba refuses to cache what no file holds."""
+    node = (2 * Input("x", shape=(3,), dtype="float32")).owner
+    with pytensor.config.change_flags(numba__cache=False):
+        run = _function_of(node, {}, {})
+        two, value = np.ones(1, "float32") * 2, np.arange(3, dtype="float32")
+        np.testing.assert_array_equal(run(two, value), 2 * value)
