@@ -42,6 +42,12 @@ class Embedding(Layer):
     weight_initializer : Initializer, optional
         Law of W, of shape (n_embeddings, n_features). Default is Xavier-normal.
 
+    Raises
+    ------
+    IndexError
+        When the compiled function runs on C or Numba, if an id has no row. JAX and MLX cannot
+        raise, and give NaN in its place.
+
     Examples
     --------
     >>> from pytensor_ml.layers import Embedding, Input

@@ -1,6 +1,7 @@
 """Kernels in C."""
 
 from pytensor_ml.dispatch.c import attention as attention
+from pytensor_ml.dispatch.c import embedding as embedding
 from pytensor_ml.dispatch.c import feedforward as feedforward
 from pytensor_ml.dispatch.c import linear as linear
 from pytensor_ml.dispatch.c import moe as moe

@@ -1,0 +1,20 @@
+"""JAX kernel of embeddings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from pytensor.link.jax.dispatch.basic import jax_funcify
+
+from pytensor_ml.layers.embedding import EmbeddingLayer
+
+
+@jax_funcify.register(EmbeddingLayer)
+def jax_funcify_embedding(op: EmbeddingLayer, **kwargs: Any) -> Callable[..., jax.Array]:
+    # JAX cannot raise, and would take the table's last row for what is beyond it.
+    def embedding(ids: jax.Array, W: jax.Array) -> jax.Array:
+        has_row = (ids >= 0) & (ids < W.shape[0])
+        return jnp.where(has_row[..., None], W[ids], jnp.nan)
+
+    return embedding
