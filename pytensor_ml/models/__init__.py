@@ -1,9 +1,12 @@
 """Whole models, and loading published ones."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from pytensor.configdefaults import config
+import pytensor.tensor as pt
+from pytensor.configdefaults import config as config_flags
 
 import pytensor_ml.models.architectures as architectures
 from pytensor_ml.models.causal_lm import CausalLM
@@ -22,6 +25,7 @@ from pytensor_ml.models.loading import (
     register_builder,
     register_gguf,
 )
+from pytensor_ml.pytensorf import collect_shared_variables
 from pytensor_ml.state import Initializer, initial_values_from
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "register_builder",
     "register_decoder",
     "register_gguf",
+    "save_causal_lm",
 ]
 
 
@@ -64,7 +69,7 @@ def load_causal_lm(path: str | Path) -> CausalLM:
         holds tensors that the model has no place for.
     """
     checkpoint = open_checkpoint(path)
-    with config.change_flags(floatX="float32"), initial_values_from(_PlaceholderInitializer()):
+    with config_flags.change_flags(floatX="float32"), initial_values_from(_Placeholder()):
         try:
             model, keys = build_model(checkpoint.config)
         except ValueError as error:
@@ -79,7 +84,49 @@ def load_causal_lm(path: str | Path) -> CausalLM:
     return model
 
 
-class _PlaceholderInitializer(Initializer):
+def save_causal_lm(model: CausalLM, folder: str | Path, *, config: dict[str, Any]) -> None:
+    """Write a language model as transformers does: ``config.json`` and ``model.safetensors``.
+
+    Parameters
+    ----------
+    model : CausalLM
+        What :func:`load_causal_lm` or ``build_model`` has made.
+    folder : str or Path
+        Where to; made if there is none. Files that it holds under these names are replaced.
+    config : dict
+        What the model was made from: ``open_checkpoint(path).config``, or what ``build_model`` got.
+
+    Raises
+    ------
+    ValueError
+        If the config describes a model with other parameters.
+
+    Examples
+    --------
+    >>> from pytensor_ml.models import load_causal_lm, open_checkpoint, save_causal_lm
+    >>> def to_float32(path, folder):
+    ...     model = load_causal_lm(path)
+    ...     save_causal_lm(model, folder, config=open_checkpoint(path).config)
+    """
+    # That module reads files by what lies in this package.
+    from pytensor_ml.checkpoint import write_safetensors, written_atomically
+
+    ids = pt.tensor("ids", shape=(None, None), dtype="int64")
+    values = {str(v.name): v.get_value(borrow=True) for v in collect_shared_variables(model(ids))}
+    with config_flags.change_flags(floatX="float32"), initial_values_from(_Placeholder()):
+        _, keys = build_model(config)
+    tensors = keys.tensors(values)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    [dtype] = {array.dtype.name for array in tensors.values()}
+    with written_atomically(folder / "model.safetensors") as file:
+        # Without this entry transformers reads no tensors.
+        write_safetensors(file, tensors, {"format": "pt"})
+    with written_atomically(folder / "config.json") as file:
+        file.write(json.dumps({**config, "dtype": dtype}, indent=2).encode())
+
+
+class _Placeholder(Initializer):
     """Zeros that take no memory, whatever sizes a config names; the weights replace them."""
 
     def sample(self, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Which tensor of a checkpoint fills which parameter, and filling them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -130,6 +130,38 @@ class KeyMap:
 
     def __len__(self) -> int:
         return len(self._bound)
+
+    def tensors(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the tensors of a checkpoint that would fill the parameters with ``values``.
+
+        Parameters
+        ----------
+        values : mapping from str to array
+            Values by the parameters' names.
+
+        Raises
+        ------
+        ValueError
+            If a value is missing or has another shape than its parameter, or the parameter is made
+            from its tensor by something else than a transposition, which is all that is undone.
+        """
+        made = {}
+        for key, (parameter, transform) in self._bound.items():
+            name, shape = str(parameter.name), parameter.get_value(borrow=True).shape
+            value = values.get(name)
+            if value is None or value.shape != shape:
+                found = "nothing" if value is None else f"a value of shape {value.shape}"
+                raise ValueError(
+                    f"{key!r} is made from {name}, of shape {shape}, for which there is {found}. "
+                    "Pass the parameters of the model that the keys were bound for."
+                )
+            if transform not in (None, np.transpose):
+                raise ValueError(
+                    f"{name} is made from {key!r} by {transform}, which cannot be undone. Bind it "
+                    "with no transform or with np.transpose."
+                )
+            made[key] = value if transform is None else value.T
+        return made
 
     def load(
         self,
