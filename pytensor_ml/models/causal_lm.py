@@ -101,9 +101,7 @@ class CausalLM(VariadicLayer):
                 f"valid has dtype {valid.type.dtype}, which would be added to scores "
                 "instead of hiding tokens. Pass valid.astype('bool')."
             )
-        # In int32: ids of 8 bits would count to 255.
-        counted = pt.ones_like(ids, dtype="int32") if valid is None else valid.astype("int32")
-        positions = pt.cumsum(counted, axis=-1) - 1
+        positions = _count(pt.ones_like(ids, dtype="bool") if valid is None else valid)
         mask = None if valid is None else valid[:, None, None, :]
         hidden, _ = self.stack(self._embed(ids), positions, mask)
         return self._logits(hidden)
@@ -129,9 +127,7 @@ class CausalLM(VariadicLayer):
         """
         ids = as_tensor(ids)
         _, _, length, start = caches[0]
-        positions = (
-            pt.cumsum(pt.ones_like(ids, dtype="int32"), axis=-1) - 1 + length - start[:, None]
-        )
+        positions = _count(pt.ones_like(ids, dtype="bool")) + length - start[:, None]
         hidden, new = self.stack.extend(self._embed(ids), positions, caches)
         return self._logits(hidden[:, -1]), new
 
@@ -148,3 +144,10 @@ class CausalLM(VariadicLayer):
             logits = soft_capped(logits, self.logit_softcap)
         logits.name = "logits"
         return logits
+
+
+def _count(valid: TensorVariable) -> TensorVariable:
+    """Return how many of a row's tokens that are ``valid`` come before each."""
+    # Sums of floats, exact to 2**24: PyTensor gives those of a constant of int32 in int64, which it
+    # then cannot use.
+    return pt.cumsum(valid.astype("float32"), axis=-1).astype("int32") - 1

@@ -8,12 +8,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytensor
+import pytensor.tensor as pt
 import pytest
 from pytensor.compile.mode import Mode
 from safetensors.numpy import load_file, save_file
 
 from pytensor_ml.layers import Embedding, Input
-from pytensor_ml.models import CausalLM, load_causal_lm, open_checkpoint
+from pytensor_ml.models import CausalLM, load_causal_lm, open_checkpoint, save_causal_lm
 from pytensor_ml.models.loading import GGUFCheckpoint, build_model, registry
 from pytensor_ml.models.loading import gguf as loading_gguf
 from pytensor_ml.pytensorf import function
@@ -424,6 +425,34 @@ def test_scaled_embeddings_are_rounded_like_their_table():
     expected = model.embedding.W.get_value() * np.float16(640**0.5)
     values = compute_with_numpy([ids], shown, np.arange(7)[None])
     np.testing.assert_array_equal(values[0], expected)
+
+
+@pytest.mark.compiles_nothing
+@pytest.mark.parametrize("name", ["qwen2_bias", "gemma3_text", "llama_tied_llama3_rope"])
+def test_a_model_is_written_as_transformers_wrote_it(name, tmp_path):
+    """Also from a GGUF file, which holds some tensors in another form."""
+    config = open_checkpoint(GOLDEN / name).config
+    save_causal_lm(load_causal_lm(GOLDEN / name), tmp_path, config=config)
+    expected = load_file(GOLDEN / name / "model.safetensors")
+    for folder in (tmp_path, tmp_path / "again"):
+        written = load_file(folder / "model.safetensors")
+        assert written.keys() == expected.keys()
+        for key, tensor in written.items():
+            np.testing.assert_array_equal(tensor, expected[key].astype("float32"), err_msg=key)
+        assert json.loads((folder / "config.json").read_text()) == config | {"dtype": "float32"}
+        save_causal_lm(load_causal_lm(tmp_path), tmp_path / "again", config=config)
+    with pytest.raises(ValueError, match=r"is made from embed_tokens_W, of shape .* a value of"):
+        save_causal_lm(load_causal_lm(tmp_path), tmp_path, config=config | {"vocab_size": 7})
+
+
+def test_a_model_of_known_ids_compiles_without_a_complaint():
+    """Sums of what is known are made while compiling, by NumPy in its own dtype."""
+    model = load_causal_lm(GOLDEN / "llama_gqa")
+    expected = np.load(GOLDEN / "llama_gqa" / "expected.npz")
+    mode = Mode(linker="py", optimizer="fast_compile")
+    with pytensor.config.change_flags(mode=mode, cxx="", on_opt_error="raise"):
+        logits = pytensor.function([], model(pt.constant(expected["input_ids"])), mode=mode)()
+    np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.compiles_nothing
