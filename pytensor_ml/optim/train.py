@@ -5,13 +5,19 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pytensor.tensor as pt
 from pytensor.compile.executor import Function
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.traversal import applys_between, toposort
+from pytensor.tensor import as_tensor
 from pytensor.tensor.variable import TensorVariable
 
-from pytensor_ml.loss import CrossEntropyLayer, ProbabilityCrossEntropyLayer
+from pytensor_ml.loss import (
+    CrossEntropyLayer,
+    ProbabilityCrossEntropyLayer,
+    are_no_probabilities,
+)
 from pytensor_ml.optim.base import (
     Gradients,
     Parameter,
@@ -158,7 +164,11 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kept = [_Kept(cell) for cell in self._written]
-        results = self.function(*args, **kwargs)
+        try:
+            results = self.function(*args, **kwargs)
+        except Exception as error:
+            error.add_note(f"The step was called with {self._named(args, kwargs)}.")
+            raise
         outputs = results[: len(results) - len(self._cells)]
         if not np.isfinite(np.asarray(outputs[0])):
             for value in kept:
@@ -173,6 +183,13 @@ class TrainStep:
         self.step_count.set_value(self.step_count.get_value() + 1)
         return outputs[0] if len(outputs) == 1 else outputs
 
+    def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        given = [*zip((v.name for v in self._inputs), args, strict=False), *kwargs.items()]
+        return ", ".join(
+            f"{name} of dtype {getattr(x, 'dtype', type(x).__name__)} and shape {np.shape(x)}"
+            for name, x in given
+        )
+
     def get_shared(self) -> list[SharedVariable]:
         """Return all that a step reads or updates, for ``save_state`` and ``load_state``.
 
@@ -183,14 +200,21 @@ class TrainStep:
 
     @cached_property
     def _diagnosis(self) -> tuple[Function, list[Parameter], list[Apply]]:
-        """A function to the gradients of parameters and the ids of losses, and these two."""
+        """A function to what a fault may be found in, and whose that is.
+
+        These are gradients of parameters, then for each loss its ids and whether its predictions
+        are such as it takes.
+        """
         scored = [
             node
             for node in applys_between([], [self._loss])
             if isinstance(node.op, CrossEntropyLayer | ProbabilityCrossEntropyLayer)
         ]
         parameters = in_backward_order(self._parameters, self._loss)
-        graph = [*get_gradients(self._loss, parameters), *(node.inputs[1] for node in scored)]
+        graph = [
+            *get_gradients(self._loss, parameters),
+            *(v for node in scored for v in (node.inputs[1], _takes_its_predictions(node))),
+        ]
         options = {**self._compile_kwargs, "on_unused_input": "ignore"}
         for which in ("random_seed", "updates"):
             options.pop(which, None)
@@ -208,7 +232,7 @@ class TrainStep:
         fault = f"The loss is {loss} at step {int(self.step_count.get_value()) + 1}: "
         kept = " Nothing was updated: parameters and optimizer are as they were before this step."
 
-        for node, ids in zip(scored, values[len(parameters) :], strict=True):
+        for node, ids in zip(scored, values[len(parameters) :: 2], strict=True):
             n_classes: Any = node.inputs[0].type.shape[-1]
             ids = ids[ids != node.op.ignore_index]
             if ids.size and (ids.min() < 0 or ids.max() >= n_classes):
@@ -236,6 +260,12 @@ class TrainStep:
                 f"that is not finite, and so are {len(faulty)} of {len(parameters)}.{kept} Look at "
                 "this batch, lower the learning rate, or clip gradients with clip_by_global_norm."
             )
+        if not all(values[len(parameters) + 1 :: 2]):
+            raise ValueError(
+                f"{fault}predictions are negative or sum to more than 1 over the classes, so they "
+                f"are no probabilities.{kept} If they are logits, use "
+                "CrossEntropy(expect_logits=True)."
+            )
         raise FloatingPointError(
             f"{fault}every gradient is finite.{kept} Look at this batch and at the loss."
         )
@@ -246,6 +276,13 @@ def in_backward_order(parameters: Sequence[Parameter], loss: TensorVariable) -> 
     last_use = {v: i for i, node in enumerate(toposort([loss])) for v in node.inputs}
     # The loss can be a parameter, which no node uses.
     return sorted(parameters, key=lambda parameter: -last_use.get(parameter, -1))
+
+
+def _takes_its_predictions(node: Apply) -> TensorVariable:
+    """Return whether a loss of probabilities got only such; those of logits take all."""
+    if isinstance(node.op, ProbabilityCrossEntropyLayer):
+        return ~pt.any(are_no_probabilities(as_tensor(node.inputs[0])))
+    return pt.constant(True)
 
 
 class _Kept:
