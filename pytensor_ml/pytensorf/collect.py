@@ -28,8 +28,13 @@ def collect_graph_inputs(outputs: Outputs) -> list[Variable]:
 
 
 def collect_data_inputs(outputs: Outputs) -> list[Variable]:
-    """Collect the roots of the graph that a caller has to supply."""
-    return [v for v in collect_graph_inputs(outputs) if not isinstance(v, SharedVariable)]
+    """Collect the roots of the graph that a caller has to supply, those first that were made first.
+
+    By the order of a traversal, which follows from how layers are written, inputs of one type would
+    change places unnoticed.
+    """
+    found = [v for v in collect_graph_inputs(outputs) if not isinstance(v, SharedVariable)]
+    return sorted(found, key=lambda v: int(v.auto_name.removeprefix("auto_")))
 
 
 def collect_shared_variables(outputs: Outputs) -> list[SharedVariable]:

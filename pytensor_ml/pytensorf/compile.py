@@ -95,7 +95,8 @@ def compile_predict(
     prediction : Variable or sequence of Variable
         Outputs of the network.
     inputs : sequence of Variable, optional
-        Data inputs in calling order. Default is those the graph has.
+        Data inputs in calling order. Default is those the graph has, in the order in which they
+        were made.
     compile_kwargs : dict, optional
         Passed on to :func:`function`.
     """

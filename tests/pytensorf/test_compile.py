@@ -46,6 +46,13 @@ def test_two_draws_from_one_state_are_refused():
         function([], draws)
 
 
+def test_inputs_come_in_the_order_in_which_they_were_made():
+    first, second = (Input(name, shape=(), dtype="float32") for name in ("first", "second"))
+    for y in (first - second, -second + first):
+        assert collect_data_inputs(y) == [first, second]
+    assert compile_predict(-second + first)(3.0, 1.0) == 2
+
+
 def test_predict_is_deterministic_and_collects_its_inputs():
     x = Input("x", shape=(None, 4), dtype="float32")
     network = Sequential(Linear("a", n_in=4, n_out=3), Dropout("drop", p=0.5))
