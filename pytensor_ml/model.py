@@ -10,13 +10,13 @@ from pytensor.graph.basic import Variable
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.loss import Loss, supervised_loss
-from pytensor_ml.optim.base import Transform
+from pytensor_ml.optim.base import Parameter, Transform
 from pytensor_ml.optim.train import TrainStep, compile_train
 from pytensor_ml.params import TrainableParameter
 from pytensor_ml.plot import network_part
 from pytensor_ml.pytensorf import collect_data_inputs, collect_trainable_params, compile_predict
 from pytensor_ml.state import Initializer, RandomState, initialize_params
-from pytensor_ml.summary import Part, Summarized, Summary, summarize
+from pytensor_ml.summary import Part, Summarized
 
 
 class Model(Summarized):
@@ -29,6 +29,11 @@ class Model(Summarized):
     compile_kwargs : dict, optional
         What both functions are compiled with (:func:`pytensor_ml.pytensorf.function`), such as
         ``{"mode": backend_mode("jax")}``.
+
+    Raises
+    ------
+    TypeError
+        If the output is not one variable.
 
     Examples
     --------
@@ -52,6 +57,11 @@ class Model(Summarized):
     """
 
     def __init__(self, y: TensorVariable, compile_kwargs: dict[str, Any] | None = None):
+        if not isinstance(y, Variable):
+            raise TypeError(
+                f"Model got {type(y).__name__}, but a loss compares one output. Pass one tensor; "
+                "compile_predict takes a list of them."
+            )
         self.y = y
         self._compile_kwargs = compile_kwargs or {}
         self._predict: Function | None = None
@@ -63,10 +73,6 @@ class Model(Summarized):
     def weights(self) -> list[TrainableParameter]:
         """The parameters that training updates."""
         return collect_trainable_params(self.y)
-
-    def summary(self) -> Summary:
-        """List all parameters; see :func:`~pytensor_ml.summary.summarize`."""
-        return summarize(self)
 
     def initialize(
         self,
@@ -87,6 +93,7 @@ class Model(Summarized):
         compile_kwargs: dict[str, Any] | None = None,
         *,
         loss: TensorVariable | None = None,
+        parameters: Sequence[Parameter] | None = None,
         inputs: Sequence[Variable] | None = None,
         extra_outputs: Sequence[Variable] | None = None,
     ) -> TrainStep:
@@ -104,6 +111,9 @@ class Model(Summarized):
         loss : scalar tensor, optional
             A loss built from the output or from what leads to it, in the place of ``loss_fn``.
             Parameters of its own are trained too.
+        parameters : sequence of parameters, optional
+            What to train; all others stay as they are. Default is every trainable parameter of the
+            output and of the loss.
         inputs : sequence of Variable, optional
             Inputs in calling order. Default is those that the loss and the extra outputs need: of
             the output's own, then the target, then others.
@@ -131,6 +141,8 @@ class Model(Summarized):
             loss, target = supervised_loss(self.y, loss_fn)
             targets = [target]
         assert loss is not None
+        if parameters is None:
+            parameters = list(dict.fromkeys([*self.weights, *collect_trainable_params(loss)]))
         if inputs is None:
             needed = collect_data_inputs([loss, *(extra_outputs or ())])
             ordered = dict.fromkeys([*collect_data_inputs(self.y), *targets, *needed])
@@ -138,7 +150,7 @@ class Model(Summarized):
         return compile_train(
             loss,
             rule,
-            parameters=list(dict.fromkeys([*self.weights, *collect_trainable_params(loss)])),
+            parameters=parameters,
             inputs=inputs,
             extra_outputs=extra_outputs,
             compile_kwargs={**self._compile_kwargs, **(compile_kwargs or {})},
@@ -150,7 +162,7 @@ class Model(Summarized):
         Parameters
         ----------
         *inputs, **named_inputs : array
-            The inputs of the output, in their order or by their names.
+            The inputs of the output, in the order in which they were made or by their names.
         """
         if self._predict is None:
             self._predict = compile_predict(self.y, compile_kwargs=self._compile_kwargs)

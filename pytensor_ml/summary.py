@@ -41,6 +41,10 @@ class Summarized:
             )
             return Summary(Part(title=title))
 
+    def summary(self) -> "Summary":
+        """List all parameters; see :func:`~pytensor_ml.summary.summarize`."""
+        return summarize(self)
+
     def __repr__(self) -> str:
         return str(self._shown())
 

@@ -240,6 +240,36 @@ def test_parameters_that_a_loss_does_not_reach_are_named():
         model.compile_train(sgd(), SquaredError(), loss=model.y.sum())
 
 
+def test_what_is_not_among_the_parameters_is_not_trained():
+    x = Input("x", (None, 2))
+    first, last = Linear("first", n_in=2, n_out=3), Linear("last", n_in=3, n_out=1)
+    model = Model(last(first(x))).initialize(0)
+    step = model.compile_train(sgd(0.1), SquaredError(), parameters=[first.W, last.b])
+    before = [np.array(v.get_value()) for v in model.weights]
+    step(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"))
+    changed = {
+        v.name
+        for v, value in zip(model.weights, before, strict=True)
+        if np.any(np.asarray(v.get_value()) != value)
+    }
+    assert changed == {"first_W", "last_b"}
+    with pytest.raises((AssertionError, ValueError), match="3") as raised:
+        step(np.ones((4, 2), "float32"), np.ones((3, 1), "float32"))
+    [note] = raised.value.__notes__[-1:]
+    assert "x of dtype float32 and shape (4, 2), target of dtype float32 and shape (3, 1)" in note
+
+
+def test_logits_taken_for_probabilities_are_told_from_other_faults():
+    fc = Linear("fc", n_in=2, n_out=3)
+    model = Model(fc(Input("x", (None, 2)))).initialize(0)
+    fc.b.set_value(np.array([0, 0, 2], "float32"))
+    step = model.compile_train(sgd(0.1), CrossEntropy())
+    with pytest.raises(ValueError, match=r"no probabilities.*CrossEntropy\(expect_logits=True\)"):
+        step(np.zeros((1, 2), "float32"), np.array([1]))
+    with pytest.raises(TypeError, match="Model got list, but a loss compares one output"):
+        Model([model.y])
+
+
 def test_one_seed_draws_the_same_parameters():
     y = Linear("fc", n_in=2, n_out=3)(Input("x", (None, 2)))
     model = Model(y)
