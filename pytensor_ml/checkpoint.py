@@ -152,7 +152,7 @@ def check_keys_match(path: str | Path, expected: set[str], found: set[str]) -> N
             f"{path} does not hold what is to be filled; nothing was loaded. Missing from the "
             f"file: {_listing(expected - found)}. In the file and filling nothing: "
             f"{_listing(found - expected)}. Pass the variables that were saved, or a name_map; to "
-            "fill what is there and leave the rest, use KeyMap.load_partial."
+            "fill what is there and leave the rest, use pytensor_ml.models.KeyMap.load_partial."
         )
 
 

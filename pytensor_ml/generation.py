@@ -67,6 +67,8 @@ class Decoder:
 
     Raises
     ------
+    TypeError
+        If the model has not what a CausalLM has.
     ValueError
         If the capacity is more than the model was made for.
     """
@@ -79,6 +81,12 @@ class Decoder:
         capacity: int | None = None,
         mode: Mode | str | None = None,
     ):
+        needed = ("name", "max_positions", "embedding", "stack", "extend")
+        if lacking := [name for name in needed if not hasattr(model, name)]:
+            raise TypeError(
+                f"{type(model).__name__} has no {', '.join(lacking)}, by which a decoder knows its "
+                "caches and what to call. Put its parts into a CausalLM, or give it what one has."
+            )
         self.capacity = model.max_positions if capacity is None else capacity
         if not 1 <= self.capacity <= model.max_positions:
             raise ValueError(
@@ -149,7 +157,7 @@ class Decoder:
         ValueError
             If a prompt is empty or longer than the capacity, or there are not ``batch_size``.
         """
-        self._check_rows(len(prompts))
+        self._check_rows(prompts)
         if not all(len(prompt) for prompt in prompts):
             raise ValueError(
                 "A prompt is empty, so there is no token to continue from. "
@@ -209,10 +217,15 @@ class Decoder:
         self.length += ids.shape[1]
         return logits
 
-    def _check_rows(self, n_prompts: int) -> None:
-        if n_prompts != self.batch_size:
+    def _check_rows(self, prompts: Sequence[Sequence[int]]) -> None:
+        if isinstance(prompts, str) or not all(np.ndim(prompt) == 1 for prompt in prompts):
+            raise TypeError(
+                "Prompts are sequences of ids, one a row. Pass [ids] for one row, with ids as "
+                "Tokenizer.encode makes them of a text."
+            )
+        if len(prompts) != self.batch_size:
             raise ValueError(
-                f"Got {n_prompts} prompts for a decoder of {self.batch_size} rows. "
+                f"Got {len(prompts)} prompts for a decoder of {self.batch_size} rows. "
                 "Pass one prompt a row, or build the decoder with another batch_size."
             )
 
@@ -294,7 +307,7 @@ def generate(
     ending = np.array(list(eos_ids), "int64")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least 1.")
-    decoder._check_rows(len(prompts))
+    decoder._check_rows(prompts)
     longest = max(len(prompt) for prompt in prompts)
     # The last token is given, not taken.
     if longest + max_new_tokens - 1 > decoder.capacity:
@@ -330,8 +343,8 @@ def sample(
     logits: np.ndarray,
     *,
     temperature: float,
-    top_k: int | None,
-    top_p: float,
+    top_k: int | None = None,
+    top_p: float = 1.0,
     rng: np.random.Generator,
 ) -> np.ndarray:
     """Draw a token a row, on the host, so that every backend draws the same.
@@ -359,7 +372,7 @@ def sample(
     >>> from pytensor_ml.generation import sample
     >>> logits = np.array([[0.0, 2.0, 1.0]])
     >>> rng = np.random.default_rng(0)
-    >>> sample(logits, temperature=0.0, top_k=None, top_p=1.0, rng=rng).tolist()
+    >>> sample(logits, temperature=0.0, rng=rng).tolist()
     [1]
 
     References

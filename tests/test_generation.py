@@ -127,6 +127,11 @@ def test_bad_prompts_are_refused_before_anything_runs(decoder):
         generate(decoder, [[1] * 6, [1]], max_new_tokens=4)
     with pytest.raises(ValueError, match="Got 1 prompts"):
         generate(decoder, [[1]], max_new_tokens=1)
+    for prompts in ([3, 4], "ab"):
+        with pytest.raises(TypeError, match=r"sequences of ids, one a row.*\[ids\]"):
+            generate(decoder, prompts, max_new_tokens=1)
+        with pytest.raises(TypeError, match="sequences of ids, one a row"):
+            decoder.begin(prompts)
     with pytest.raises(TypeError, match="Tokenize it first"):
         decoder.begin([[1.5], [2]])
     with pytest.raises(ValueError, match="logits are not finite"):
@@ -196,3 +201,5 @@ def test_a_capacity_beyond_the_model_is_refused():
     )
     with pytest.raises(ValueError, match=r"capacity of 33 tokens.*1 to 32"):
         Decoder(model, capacity=33)
+    with pytest.raises(TypeError, match="RMSNorm has no max_positions, embedding, stack, extend"):
+        Decoder(RMSNorm("norm", n_in=4))

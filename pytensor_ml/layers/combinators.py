@@ -39,9 +39,20 @@ class Sequential(Layer):
     ----------
     *layers : callable
         Layers, or any functions from one variable to one.
+
+    Raises
+    ------
+    TypeError
+        If one is not callable, such as a list of layers.
     """
 
     def __init__(self, *layers: Callable):
+        for layer in layers:
+            if not callable(layer):
+                raise TypeError(
+                    f"Sequential got a {type(layer).__name__}, which is no layer. Pass layers one "
+                    "by one, as in Sequential(*layers)."
+                )
         self.layers = layers
 
     def __call__(self, x: TensorLike) -> TensorVariable:

@@ -120,3 +120,8 @@ def test_combinators_join_and_reshape():
     data = np.arange(6, dtype="float32").reshape(2, 3, 1)
     [joined] = function([x], [Flatten(layer(x))])(data)
     np.testing.assert_array_equal(joined, np.hstack([data[..., 0], data[..., 0] * 2]))
+
+
+def test_a_sequence_refuses_what_is_no_layer():
+    with pytest.raises(TypeError, match=r"Sequential got a list.*Sequential\(\*layers\)"):
+        Sequential([Flatten])
