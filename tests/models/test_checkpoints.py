@@ -430,7 +430,7 @@ def test_scaled_embeddings_are_rounded_like_their_table():
 @pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", ["qwen2_bias", "gemma3_text", "llama_tied_llama3_rope"])
 def test_a_model_is_written_as_transformers_wrote_it(name, tmp_path):
-    """Also from a GGUF file, which holds some tensors in another form."""
+    """And once more when it was loaded from what was written."""
     config = open_checkpoint(GOLDEN / name).config
     save_causal_lm(load_causal_lm(GOLDEN / name), tmp_path, config=config)
     expected = load_file(GOLDEN / name / "model.safetensors")
