@@ -197,12 +197,11 @@ def test_an_impossible_class_of_an_ignored_target_has_no_gradient(of_probabiliti
 
 def test_logits_taken_for_probabilities_give_nan(of_probabilities):
     """Their loss could fall without a bound, and nobody would notice."""
-    ids = np.array([0], "int8")
+    ids, q = np.array([0], "int8"), np.eye(1, CLASSES, dtype="float32")
     for p in ([0.2, 0.2, 0.3, 0.3, -0.1], [0.9, 0.9, 0, 0, 0]):
-        p = np.array([p], "float32")
-        assert np.isnan(of_probabilities(ids, np.ones_like(p), p)[:2]).all()
+        assert np.isnan(of_probabilities(ids, q, np.array([p], "float32"))[:2]).all()
     p = np.full((1, CLASSES), 0.1, "float32")
-    assert np.isfinite(of_probabilities(ids, np.ones_like(p), p)[:2]).all()
+    assert np.isfinite(of_probabilities(ids, q, p)[:2]).all()
 
 
 def test_a_callable_reduction_gets_every_loss():
