@@ -17,6 +17,7 @@ from pytensor.tensor.rewriting.basic import register_specialize
 
 from pytensor_ml.base import VariadicLayerOp
 from pytensor_ml.layers.attention import KVCache
+from pytensor_ml.layers.half import dtype_of
 from pytensor_ml.models.causal_lm import CausalLM
 from pytensor_ml.pytensorf import (
     collect_shared_variables,
@@ -111,7 +112,7 @@ class Decoder:
         for block in model.stack.blocks:
             attention = block.attention
             shape = (batch_size, attention.n_kv_head, self.capacity, attention.head_dim)
-            zeros = np.zeros(shape, model.embedding.W.type.dtype)
+            zeros = np.zeros(shape, dtype_of(model.embedding.W))
             keys = shared(zeros, name=f"{block.name}_keys", shape=shape)
             values = shared(zeros.copy(), name=f"{block.name}_values", shape=shape)
             caches.append(KVCache(keys, values, length, start))

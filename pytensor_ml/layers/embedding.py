@@ -7,6 +7,7 @@ from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.base import Layer, UnaryLayerOp, resolve_layer_name
+from pytensor_ml.layers.half import floats_of
 from pytensor_ml.layers.linear import LinearLayer, check_width
 from pytensor_ml.params import trainable_parameter
 from pytensor_ml.state import Initializer, XavierNormalInitializer
@@ -23,7 +24,7 @@ class EmbeddingLayer(UnaryLayerOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         ids, W = inputs
-        return [W[ids]]
+        return [floats_of(W[ids])]
 
 
 class Embedding(Layer):

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytensor.tensor as pt
+from pytensor.gradient import disconnected_type
 from pytensor.graph.basic import Apply, Variable
 from pytensor.tensor import TensorLike, as_tensor
 from pytensor.tensor.variable import TensorVariable
 
 from pytensor_ml.base import Layer, LayerOp, UnaryLayerOp, resolve_layer_name
+from pytensor_ml.layers.half import floats_of
 from pytensor_ml.params import trainable_parameter
 from pytensor_ml.state import Initializer, XavierNormalInitializer, ZeroInitializer
 
 
 class LinearLayer(UnaryLayerOp):
-    """The op of :class:`Linear`: inputs X, W and, if ``bias``, b."""
+    """The op of :class:`Linear`: inputs X, W, of floats or words of float16, and b, if ``bias``."""
 
     # Its graph does without them; saved graphs name them.
     __props__ = ("n_in", "n_out", "bias")
@@ -25,7 +27,8 @@ class LinearLayer(UnaryLayerOp):
 
     def build_inner_graph(self, *inputs: Any) -> list[Variable]:
         X, W, *b = inputs
-        return [X @ W + b[0] if b else X @ W]
+        product = X @ floats_of(W)
+        return [product + b[0] if b else product]
 
     def infer_shape(self, node: Apply, shapes: Sequence[Any]) -> list[tuple[Any, ...]]:
         return [(*shapes[0][:-1], shapes[1][-1])]
@@ -38,7 +41,8 @@ class LinearLayer(UnaryLayerOp):
     ) -> list[Variable]:
         X, W, *b = inputs
         op = LinearPullback(n_in=self.n_in, n_out=self.n_out)
-        return op(X, W, output_grads[0], *b)
+        dX, dW, *db = op(X, floats_of(W), output_grads[0], *b)
+        return [dX, disconnected_type() if W.type.dtype == "uint16" else dW, *db]
 
 
 class LinearPullback(LayerOp):

@@ -11,6 +11,7 @@ from pytensor.configdefaults import config as config_flags
 import pytensor_ml.models.architectures as architectures
 from pytensor_ml.models.causal_lm import CausalLM
 from pytensor_ml.models.decoder import DecoderOptions, register_decoder
+from pytensor_ml.models.halving import halve_weights
 from pytensor_ml.models.loading import (
     GGUFCheckpoint,
     KeyMap,
@@ -40,6 +41,7 @@ __all__ = [
     "bind_layer_norm",
     "bind_linear",
     "build_from_config",
+    "halve_weights",
     "load_causal_lm",
     "open_checkpoint",
     "register_builder",

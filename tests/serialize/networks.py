@@ -36,6 +36,7 @@ from pytensor_ml.layers import (
     praxis_stack,
     scaled_dot_product_attention,
 )
+from pytensor_ml.models import halve_weights
 
 SCALINGS = {
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -101,6 +102,14 @@ def tied_head():
     x = ids()
     table = Embedding("tokens", n_embeddings=11, n_features=16)
     return [x], [table.head(table(x))]
+
+
+def halved():
+    x = ids()
+    table = Embedding("tokens", n_embeddings=11, n_features=16)
+    linear = Linear("fc", n_in=16, n_out=16)
+    halve_weights([table, linear])
+    return [x], [table.head(linear(table(x)))]
 
 
 def rotary(scaling):
@@ -279,6 +288,7 @@ NETWORKS = {
     "norms": norms,
     "dropout": lambda: unary(Dropout("d", p=0.2)),
     "tied head": tied_head,
+    "halved": halved,
     **{f"rotary {kind}": lambda s=scaling: rotary(s) for kind, scaling in SCALINGS.items()},
     "rotary kinds": rotary_kinds,
     "attention": attention,

@@ -6,14 +6,20 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
 from pytensor_ml.dispatch.c.basic import PRODUCTS, CKernel, c_funcify
+from pytensor_ml.dispatch.c.half import HALF
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 
 @c_funcify.register(LinearLayer)
 @c_funcify.register(LinearPullback)
 def c_funcify_linear(op: LinearLayer | LinearPullback, node: Apply) -> list[Variable] | None:
-    dtypes = {kind.dtype for kind in (*op.input_types, *op.output_types)}
-    if dtypes not in ({"float32"}, {"float64"}) or op.input_types[0].ndim == 0:
+    dtypes = [kind.dtype for kind in (*op.input_types, *op.output_types)]
+    if isinstance(op, LinearLayer) and dtypes[1] == "uint16":
+        del dtypes[1]
+        covered = set(dtypes) == {"float32"}
+    else:
+        covered = set(dtypes) in ({"float32"}, {"float64"})
+    if not covered or op.input_types[0].ndim == 0:
         return None
     return LinearKernel(op).make_node(*node.inputs).outputs
 
@@ -32,7 +38,9 @@ class LinearKernel(CKernel):
     def c_code(self, node: Apply, name: str, inputs: Any, outputs: Any, sub: Any) -> str:
         if isinstance(self.layer_op, LinearLayer):
             X, W, *b = inputs
-            call = f"run<T>({X}, {W}, {b[0] if b else 'NULL'}, {outputs[0]})"
+            is_halved = node.inputs[1].type.dtype == "uint16"
+            function = "run_halved" if is_halved else "run<T>"
+            call = f"{function}({X}, {W}, {b[0] if b else 'NULL'}, {outputs[0]})"
         else:
             X, W, g, *_ = inputs
             db = f"&{outputs[2]}" if len(outputs) > 2 else "NULL"
@@ -43,6 +51,7 @@ class LinearKernel(CKernel):
 
 SUPPORT_CODE = (
     PRODUCTS
+    + HALF
     + r"""
 namespace pytensor_ml_linear {
 
@@ -83,16 +92,48 @@ inline bool allocate(int n_axes, const npy_intp* shape, PyArrayObject* like, PyA
     return out != NULL;
 }
 
-template <typename T>
-bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y) {
-    const Rows<T> x(X), w(W);
+// Allocate the output of an affine map.
+template <typename T, typename U>
+bool prepare(PyArrayObject* X, const Rows<T>& x, const Rows<U>& w, PyArrayObject* b,
+             PyArrayObject*& Y) {
     if (!x.array || !w.array) return false;
     if (x.columns != w.rows || (b && PyArray_DIM(b, 0) != w.columns))
         return fail("An affine map got an input or a bias that does not fit its weight.");
     std::vector<npy_intp> shape(PyArray_DIMS(X), PyArray_DIMS(X) + PyArray_NDIM(X));
     shape.back() = w.columns;
-    if (!Blas<T>::gemm() || !Blas<T>::gemv() || !allocate(shape.size(), shape.data(), X, Y))
-        return false;
+    return Blas<T>::gemm() && Blas<T>::gemv() && allocate(shape.size(), shape.data(), X, Y);
+}
+
+template <typename T>
+void add_bias(PyArrayObject* b, npy_intp rows, npy_intp columns, T* y) {
+    for (npy_intp i = 0; b && i < rows; ++i)
+        for (npy_intp j = 0; j < columns; ++j)
+            y[i * columns + j] += *(const T*)PyArray_GETPTR1(b, j);
+}
+
+// With a weight of float16 words.
+inline bool run_halved(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y) {
+    const Rows<float> x(X);
+    const Rows<npy_uint16> w(W);
+    if (!prepare(X, x, w, b, Y)) return false;
+    float* y = (float*)PyArray_DATA(Y);
+    if (x.rows == 1 && w.transposed) {
+        pytensor_ml_half::inner_products_in_threads(w.columns, x.data(), w.rows, w.data(), y);
+    } else {
+        std::vector<float> values(w.rows * w.columns);
+        pytensor_ml_half::widen(w.data(), w.rows * w.columns, values.data());
+        const Matrix<float> matrix = {values.data(), w.transposed ? w.rows : w.columns,
+                                      w.transposed};
+        multiply<float>(x.rows, w.columns, x.columns, x.matrix(), matrix, 0, y, w.columns);
+    }
+    add_bias(b, x.rows, w.columns, y);
+    return true;
+}
+
+template <typename T>
+bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y) {
+    const Rows<T> x(X), w(W);
+    if (!prepare(X, x, w, b, Y)) return false;
     T* y = (T*)PyArray_DATA(Y);
     if (x.rows == 1 && x.columns && w.columns) {
         // The weight is read once and nothing else is to do, which the product of matrices is
@@ -107,9 +148,7 @@ bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y
     } else {
         multiply<T>(x.rows, w.columns, x.columns, x.matrix(), w.matrix(), T(0), y, w.columns);
     }
-    for (npy_intp i = 0; b && i < x.rows; ++i)
-        for (npy_intp j = 0; j < w.columns; ++j)
-            y[i * w.columns + j] += *(const T*)PyArray_GETPTR1(b, j);
+    add_bias(b, x.rows, w.columns, y);
     return true;
 }
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from pytensor.link.jax.dispatch.basic import jax_funcify
 
+from pytensor_ml.dispatch.jax.half import widened
 from pytensor_ml.layers.embedding import EmbeddingLayer
 
 
@@ -15,6 +16,7 @@ def jax_funcify_embedding(op: EmbeddingLayer, **kwargs: Any) -> Callable[..., ja
     # JAX cannot raise, and would take the table's last row for what is beyond it.
     def embedding(ids: jax.Array, W: jax.Array) -> jax.Array:
         has_row = (ids >= 0) & (ids < W.shape[0])
-        return jnp.where(has_row[..., None], W[ids], jnp.nan)
+        rows = widened(W[ids]) if W.dtype == jnp.uint16 else W[ids]
+        return jnp.where(has_row[..., None], rows, jnp.nan)
 
     return embedding

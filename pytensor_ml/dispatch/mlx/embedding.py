@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from pytensor.link.mlx.dispatch.basic import mlx_funcify
 
+from pytensor_ml.dispatch.mlx.half import widened
 from pytensor_ml.layers.embedding import EmbeddingLayer
 
 
@@ -15,6 +16,7 @@ def mlx_funcify_embedding(op: EmbeddingLayer, **kwargs: Any) -> Callable[..., mx
     def embedding(ids: mx.array, W: mx.array) -> mx.array:
         has_row = (ids >= 0) & (ids < W.shape[0])
         rows = W[mx.where(has_row, ids, 0)]
-        return mx.where(has_row[..., None], rows, mx.array(mx.nan, W.dtype))
+        rows = widened(rows) if W.dtype == mx.uint16 else rows
+        return mx.where(has_row[..., None], rows, mx.array(mx.nan, rows.dtype))
 
     return embedding

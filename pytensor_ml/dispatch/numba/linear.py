@@ -3,6 +3,8 @@
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
@@ -13,15 +15,20 @@ from pytensor_ml.dispatch.numba.basic import (
     register_kernel,
     rows_of,
 )
+from pytensor_ml.dispatch.numba.half import product_of_words
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 Array = np.ndarray
 
-# To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 3
+
+def is_covered(op: LinearLayer) -> bool:
+    """Return whether all have one dtype, or the weight is of words and the others of float32."""
+    dtypes = [kind.dtype for kind in (*op.input_types, *op.output_types)]
+    weight = dtypes.pop(1)
+    return set(dtypes) == ({"float32"} if weight == "uint16" else {weight})
 
 
-@register_kernel(LinearLayer, covers=has_one_dtype)
+@register_kernel(LinearLayer, covers=is_covered)
 def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
     if len(node.inputs) == 2:
 
@@ -35,7 +42,7 @@ def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
         def linear(X: Array, W: Array, b: Array) -> Array:
             return (product(rows_of(X), W) + b).reshape((*X.shape[:-1], W.shape[1]))
 
-    return linear, kernel_key(type(op), len(node.inputs), VERSION)
+    return linear, kernel_key(type(op), len(node.inputs))
 
 
 @register_kernel(LinearPullback, covers=has_one_dtype)
@@ -53,11 +60,26 @@ def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any
             rows = rows_of(g)
             return *gradients(X, W, rows), rows.sum(axis=0)
 
-    return linear_pullback, kernel_key(type(op), len(node.inputs), VERSION)
+    return linear_pullback, kernel_key(type(op), len(node.inputs))
+
+
+def product(rows: Array, W: Array) -> Any:
+    """The product of rows with a weight; compiled by the dtype of the weight."""
+
+
+@overload(product)
+def overload_product(rows: Any, W: Any) -> Any:
+    def of_floats(rows: Any, W: Any) -> Any:
+        return product_of_floats(rows, W)
+
+    def of_words(rows: Any, W: Any) -> Any:
+        return product_of_words(rows, W)
+
+    return of_words if W.dtype == types.uint16 else of_floats
 
 
 @numba_njit
-def product(rows: Array, W: Array) -> Array:
+def product_of_floats(rows: Array, W: Array) -> Array:
     if rows.shape[1] != W.shape[0]:
         raise ValueError("An affine map got an input that does not fit its weight.")
     if rows.shape[0] == 1:

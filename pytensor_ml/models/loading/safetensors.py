@@ -299,8 +299,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} {_is_no_file(path)}, so what the model is "
-            "stays unknown. Pass the config.json or the folder that holds it; a file of weights alone "
-            "is read by load_state."
+            "stays unknown. Pass the config.json or the folder that holds it; a file of weights "
+            "alone is read by load_state."
         )
     _check_length(path.stat().st_size, path)
     return _parse_json(path.read_bytes(), path)

@@ -16,3 +16,7 @@ def test_kernels_agree_with_numpy(bias):
 
 def test_weights_of_any_layout():
     linear_checks.check_layouts_of_weights()
+
+
+def test_weights_of_words():
+    linear_checks.check_weights_of_words()

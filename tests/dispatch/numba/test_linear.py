@@ -29,3 +29,7 @@ def test_linear_of_two_dtypes_computes_in_the_wider():
     made = pytensor.function([x], linear(x))(value)
     assert made.dtype == "float64"
     assert_close(made, value @ linear.W.get_value().astype("float64"))
+
+
+def test_weights_of_words():
+    linear_checks.check_weights_of_words()

@@ -1,0 +1,157 @@
+"""Numba kernels of float16 words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.cgutils import get_or_insert_function
+from numba.extending import intrinsic, overload
+from pytensor.graph.basic import Apply
+from pytensor.link.numba.dispatch.basic import numba_njit
+
+from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.threads import count_threads, in_threads
+from pytensor_ml.layers.half import Widen
+
+Array = np.ndarray
+
+# A processor works on too few lines of the memory at once to hide how long each takes, as words
+# are many to a line; so they are asked for this far ahead.
+BYTES_AHEAD = 2**14
+LINE_BYTES = 64
+
+
+@register_kernel(Widen)
+def numba_funcify_widen(op: Widen, node: Apply, **kwargs: Any) -> Any:
+    @numba_njit
+    def widen(words: Array) -> Array:
+        return widened(np.ascontiguousarray(words).reshape(words.size)).reshape(words.shape)
+
+    return widen, kernel_key(type(op), node.inputs[0].type.ndim)
+
+
+def _float_of_word(typing_context: Any, word: Any) -> Any:
+    """Return the float32 of a float16's word."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+def _prefetch(typing_context: Any, address: Any) -> Any:
+    """Ask for the line of memory at an address, which need not be anything's."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+        ask = get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag]),
+            "llvm.prefetch.p0i8",
+        )
+        # To read, to be kept, data.
+        builder.call(ask, [builder.inttoptr(values[0], pointer), flag(0), flag(2), flag(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
+float_of_word: Any = intrinsic(_float_of_word)
+prefetch: Any = intrinsic(_prefetch)
+
+
+def as_float(x: Any) -> Any:
+    """The float that an entry of a weight is; compiled by its dtype."""
+
+
+@overload(as_float)
+def overload_as_float(x: Any) -> Callable:
+    def widen(x: Any) -> Any:
+        return float_of_word(x)
+
+    def keep(x: Any) -> Any:
+        return x
+
+    return widen if x == types.uint16 else keep
+
+
+@numba_njit
+def widened(words: Array) -> Array:
+    """Return the values of a vector of words."""
+    values = empty(words.shape, np.float32)
+    for i in range(len(words)):
+        values[i] = float_of_word(words[i])
+    return values
+
+
+@numba_njit
+def ask_ahead(words: Array, row: int, first: int, stop: int) -> None:
+    """Ask for part of a row of a matrix, or what is in its place, that lies some way ahead."""
+    start = words.ctypes.data + row * words.shape[1] * words.itemsize + BYTES_AHEAD
+    for byte in range(first * words.itemsize, stop * words.itemsize, LINE_BYTES):
+        prefetch(np.uintp(start + byte))
+
+
+@numba_njit(fastmath={"contract", "reassoc"})
+def inner_products(first: int, stop: int, x: Array, words: Array, y: Array) -> None:
+    """Fill part of ``y`` with the inner products of ``x`` with rows."""
+    for row in range(first, stop):
+        ask_ahead(words, row, 0, len(x))
+        total = np.float32(0)
+        for i in range(len(x)):
+            total += x[i] * float_of_word(words[row, i])
+        y[row] = total
+
+
+@numba_njit(fastmath={"contract"})
+def add_multiples(first: int, stop: int, x: Array, words: Array, y: Array) -> None:
+    """Fill part of ``y`` with that of the sum of the rows, each times an entry of ``x``."""
+    # Slices, as LLVM vectorizes no loop whose index might be below 0.
+    part = y[first:stop]
+    part[:] = 0
+    whole = len(words) - len(words) % 4
+    for row in range(0, whole, 4):
+        for ahead in range(row, row + 4):
+            ask_ahead(words, ahead, first, stop)
+        a, b = words[row, first:stop], words[row + 1, first:stop]
+        c, d = words[row + 2, first:stop], words[row + 3, first:stop]
+        for j in range(len(part)):
+            part[j] += (
+                x[row] * float_of_word(a[j])
+                + x[row + 1] * float_of_word(b[j])
+                + x[row + 2] * float_of_word(c[j])
+                + x[row + 3] * float_of_word(d[j])
+            )
+    for row in range(whole, len(words)):
+        a = words[row, first:stop]
+        for j in range(len(part)):
+            part[j] += x[row] * float_of_word(a[j])
+
+
+inner_products_in_threads = in_threads(inner_products)
+add_multiples_in_threads = in_threads(add_multiples)
+
+
+@numba_njit
+def product_of_words(rows: Array, W: Array) -> Array:
+    """Return the product of rows of float32 with a weight of words, (n_in, n_out)."""
+    if rows.shape[1] != W.shape[0]:
+        raise ValueError("An affine map got an input that does not fit its weight.")
+    n_out = W.shape[1]
+    product = empty((rows.shape[0], n_out), rows.dtype)
+    n_threads = count_threads(n_out, W.size * W.itemsize)
+    if rows.shape[0] == 1 and W.strides[0] == W.itemsize:
+        words = np.ascontiguousarray(W.T)
+        inner_products_in_threads(n_out, n_threads, rows[0], words, product[0])
+    elif rows.shape[0] == 1:
+        words = np.ascontiguousarray(W)
+        add_multiples_in_threads(n_out, n_threads, rows[0], words, product[0])
+    elif W.strides[0] == W.itemsize:
+        values = widened(np.ascontiguousarray(W.T).reshape(W.size))
+        np.dot(rows, values.reshape((n_out, W.shape[0])).T, product)
+    else:
+        values = widened(np.ascontiguousarray(W).reshape(W.size))
+        np.dot(rows, values.reshape(W.shape), product)
+    return product
