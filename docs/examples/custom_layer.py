@@ -28,8 +28,6 @@ from pytensor_ml.pytensorf import BACKENDS, backend_mode, function
 from pytensor_ml.state import NormalInitializer
 
 BATCH, FEATURES = 4, 16
-# To be raised when the kernel changes: what Numba has cached outlives the code.
-VERSION = 1
 
 
 class MovingAverage(Layer):
@@ -81,7 +79,7 @@ def numba_funcify_decayed_sum(op, node, **kwargs):
 
     # What Numba has cached is found by this key, which is of all that the kernel reads besides its
     # arguments, and by their types.
-    return decayed_sum_kernel, kernel_key(type(op), VERSION)
+    return decayed_sum_kernel, kernel_key(type(op))
 
 
 def compile_for(backend, y):

@@ -194,9 +194,8 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 5
     masks = [x.type.dtype for x in node.inputs[3:]]
-    return kernel_key(type(op), op._props_dict(), masks, version)
+    return kernel_key(type(op), op._props_dict(), masks)
 
 
 @numba_njit

@@ -1,9 +1,11 @@
 """What holds for every op on Numba."""
 
+import marshal
 import sys
 from collections.abc import Callable
 from hashlib import sha256
 from math import factorial, log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.base import BlockOp, LayerOp
 from pytensor_ml.dispatch.numba.linking import call_by_symbol
+from pytensor_ml.dispatch.numba.threads import N_THREADS
 
 
 def refuse_float16(op: LayerOp, node: Apply) -> None:
@@ -42,20 +45,37 @@ def register_kernel[F: Callable[..., Any]](
 ) -> Callable[[F], F]:
     """Register what makes the kernel of ``op_type`` and the kernel's cache key.
 
-    Ops that it does not cover run their inner graphs.
+    The source of its module and of the kernels here need not be in the key. Ops that it does not
+    cover run their inner graphs.
     """
 
     def register(make: F) -> F:
+        source = source_of(make)
+
         def funcify(op: LayerOp, node: Apply, **kwargs: Any) -> Any:
             refuse_float16(op, node)
-            make_any = make if has_kernel(op) else numba_funcify_OpFromGraph
-            return compiled_apart(*make_any(op, node=node, **kwargs))
+            if not has_kernel(op):
+                return compiled_apart(*numba_funcify_OpFromGraph(op, node=node, **kwargs))
+            function, key = make(op, node=node, **kwargs)
+            return compiled_apart(function, None if key is None else kernel_key(key, source))
 
         _covered[op_type] = covers
         register_funcify_and_cache_key(op_type)(funcify)
         return make
 
     return register
+
+
+SOURCES = sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+def source_of(function: Any) -> str:
+    """Return what tells code from what it was: what Numba has cached outlives a change of it."""
+    code = function.__code__
+    path = Path(code.co_filename)
+    return kernel_key(
+        path.read_bytes() if path.is_file() else marshal.dumps(code), SOURCES.digest()
+    )
 
 
 def has_kernel(op: LayerOp) -> bool:
@@ -172,7 +192,7 @@ def largest(x: np.ndarray) -> Any:
 
 def kernel_key(*read: Any) -> str:
     """Return what tells a kernel from others in Numba's cache, made of all that it reads."""
-    return sha256(str(read).encode()).hexdigest()
+    return sha256(str((*read, N_THREADS)).encode()).hexdigest()
 
 
 def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:

@@ -11,9 +11,6 @@ from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivation
 
 Array = np.ndarray
 
-# To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 3
-
 
 def are_alike(op: GatedActivationLayer | GatedActivationPullback) -> bool:
     """Return whether the inputs have one dtype and one axis or more, of which none is broadcast."""
@@ -33,7 +30,7 @@ def numba_funcify_gated_activation(op: GatedActivationLayer, node: Apply, **kwar
             raise ValueError("A gated activation got a gate and a value of different shapes.")
         return activate(flat(gate), flat(value), beta, cubic).reshape(gate.shape)
 
-    return gated_activation, kernel_key(type(op), beta, cubic, VERSION)
+    return gated_activation, kernel_key(type(op), beta, cubic)
 
 
 @register_kernel(GatedActivationPullback, covers=are_alike)
@@ -49,7 +46,7 @@ def numba_funcify_gated_activation_pullback(
         dgate, dvalue = gradients(flat(gate), flat(value), flat(g), beta, cubic)
         return dgate.reshape(gate.shape), dvalue.reshape(gate.shape)
 
-    return gated_activation_pullback, kernel_key(type(op), beta, cubic, VERSION)
+    return gated_activation_pullback, kernel_key(type(op), beta, cubic)
 
 
 @numba_njit

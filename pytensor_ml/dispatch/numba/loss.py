@@ -18,9 +18,6 @@ from pytensor_ml.loss import CrossEntropyLayer, CrossEntropyPullback
 
 Array = np.ndarray
 
-# To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 2
-
 
 @register_kernel(CrossEntropyLayer)
 def numba_funcify_cross_entropy(op: CrossEntropyLayer, node: Apply, **kwargs: Any) -> Any:
@@ -36,7 +33,7 @@ def numba_funcify_cross_entropy(op: CrossEntropyLayer, node: Apply, **kwargs: An
                     losses[row] = 0
         return losses.reshape(ids.shape), log_sums.reshape(ids.shape)
 
-    return cross_entropy, kernel_key(type(op), smoothing, ignored, VERSION)
+    return cross_entropy, kernel_key(type(op), smoothing, ignored)
 
 
 def is_of_one_dtype(op: CrossEntropyPullback) -> bool:
@@ -64,7 +61,7 @@ def numba_funcify_cross_entropy_pullback(
                     gradient[row] = 0
         return gradient.reshape(logits.shape)
 
-    return cross_entropy_pullback, kernel_key(type(op), smoothing, ignored, VERSION)
+    return cross_entropy_pullback, kernel_key(type(op), smoothing, ignored)
 
 
 @numba_njit

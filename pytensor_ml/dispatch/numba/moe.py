@@ -117,9 +117,8 @@ def numba_funcify_experts_pullback(
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
-    version = 2
     ranks = [v.type.ndim for v in node.inputs]
-    return kernel_key(type(op), op._props_dict(), ranks, version)
+    return kernel_key(type(op), op._props_dict(), ranks)
 
 
 @numba_njit

@@ -128,9 +128,8 @@ def numba_funcify_layer_norm_pullback(
 
 def cache_key(op: Any, node: Apply) -> str:
     """Return a key made of what the kernels read, which the width is not."""
-    version = 2
     offset = getattr(op, "offset", None)
-    return kernel_key(type(op), op.epsilon, offset, len(node.inputs), version)
+    return kernel_key(type(op), op.epsilon, offset, len(node.inputs))
 
 
 @numba_njit
@@ -149,7 +148,7 @@ def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     return made
 
 
-@numba_njit
+@numba_njit(error_model="numpy")
 def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
     rows, n = x.shape
     y = empty(x.shape, x.dtype)
@@ -163,7 +162,7 @@ def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
     return y
 
 
-@numba_njit
+@numba_njit(error_model="numpy")
 def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
     rows, n = x.shape
     if dy.shape != x.shape:
@@ -186,7 +185,7 @@ def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) ->
     return dx, dscale
 
 
-@numba_njit
+@numba_njit(error_model="numpy")
 def center(x: Array, centered: Array) -> None:
     """Fill ``centered`` with a row minus its mean, then minus the mean of what rounding left."""
     total = 0.0
@@ -203,7 +202,7 @@ def center(x: Array, centered: Array) -> None:
         centered[i] -= rest
 
 
-@numba_njit
+@numba_njit(error_model="numpy")
 def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array:
     rows, n = x.shape
     y = empty(x.shape, x.dtype)
@@ -219,7 +218,7 @@ def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array
     return y
 
 
-@numba_njit
+@numba_njit(error_model="numpy")
 def layer_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
     rows, n = x.shape
     if dy.shape != x.shape:

@@ -20,9 +20,6 @@ from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 
 Array = np.ndarray
 
-# To be raised when a kernel changes: what Numba has cached outlives the code.
-VERSION = 2
-
 LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
 
@@ -70,7 +67,7 @@ def table_kernel(
         return table.reshape((*positions.shape, len(high), 2))
 
     ndim = node.inputs[0].type.ndim
-    return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim, VERSION)
+    return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim)
 
 
 @numba_njit
@@ -121,9 +118,7 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
                 rotate_rows(rows[b, h], cos, sin, y[b, h])
         return y.reshape(x.shape)
 
-    key = kernel_key(
-        type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name, VERSION
-    )
+    key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
     return apply_rotary, key
 
 
