@@ -420,7 +420,13 @@ def model_rows(path: Path) -> list[Row]:
     def prefill_error(inputs: Inputs, settings: dict[str, Any], outputs: list[np.ndarray]) -> float:
         return relative_error(outputs[0], model.logits(tuple(inputs["prompt"].tolist()), 1))
 
-    def decode_row(name: str, title: str, capacity: int, *contestants: Contestant) -> Row:
+    def decode_row(
+        name: str,
+        title: str,
+        capacity: int,
+        *contestants: Contestant,
+        settings: dict[str, Any] | None = None,
+    ) -> Row:
         return Row(
             name=name,
             title=title,
@@ -428,7 +434,7 @@ def model_rows(path: Path) -> list[Row]:
             inputs=lambda: prompt(64),
             error=decode_error,
             tolerance=MODEL,
-            contestants=[ours, *contestants],
+            contestants=[replace(ours, settings=settings), *contestants],
             settings={"model": str(path), "capacity": capacity, "n_tokens": 32},
             unit="tokens/s",
             rounds=5,
@@ -438,6 +444,14 @@ def model_rows(path: Path) -> list[Row]:
     long = replace(ours, name="capacity 512", column="limit", settings=short)
     return [
         decode_row("decode", f"{path.stem}, decode", 512, others, reading),
+        decode_row(
+            "decode-half",
+            f"{path.stem}, decode, weights of float16",
+            512,
+            replace(ours, name="float32", column="limit", settings=short),
+            others,
+            settings={**short, "halved": True},
+        ),
         decode_row("decode-8192", f"{path.stem}, decode, capacity 8192", 8192, long),
         Row(
             name="prefill",

@@ -8,6 +8,9 @@ nothing that may be missing there.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+# Of training in one run: a step that follows another finds memory and threads as training does.
+TRAINING_STEPS = 4
+
 
 class Task(NamedTuple):
     """What is measured.
