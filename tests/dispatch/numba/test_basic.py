@@ -1,4 +1,5 @@
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -42,3 +43,21 @@ def test_large_arrays_ask_for_huge_pages():
     large = make(10_000)
     assert large.shape == (10_000, 1024)
     assert "hg" in flags_of_mapping(large.ctypes.data + large.nbytes // 2)
+
+
+def test_a_kernel_is_told_from_what_it_was(tmp_path):
+    """Numba's cache outlives a change of the code."""
+    source_of = import_module("pytensor_ml.dispatch.numba.basic").source_of
+    file = tmp_path / "kernels.py"
+    sources = set()
+    for text in (
+        "def make(): return 1",
+        "def make(): return 1  # and more",
+        "def make(): return 2",
+    ):
+        for name in (str(file), "<input>"):
+            file.write_text(text)
+            names = {}
+            exec(compile(text, name, "exec"), names)
+            sources.add(source_of(names["make"]))
+    assert len(sources) == 5

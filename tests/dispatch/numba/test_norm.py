@@ -1,5 +1,7 @@
 from importlib import import_module
 
+import numba
+import numpy as np
 import pytensor.tensor as pt
 import pytest
 
@@ -48,3 +50,18 @@ def test_cache_keys_tell_apart_what_the_kernels_read():
     ]
     assert len({key(op) for op in ops}) == len(ops)
     assert key(ops[0]) == key(RMSNormLayer(n_in=8, epsilon=1e-6, affine=True), width=8)
+
+
+def test_a_row_of_zeros_without_an_epsilon_gives_nan_and_no_error():
+    norm = import_module("pytensor_ml.dispatch.numba.norm")
+    rms_norm, rms_norm_pullback = norm.rms_norm_rows, norm.rms_norm_pullback_rows
+    layer_norm, layer_norm_pullback = norm.layer_norm_rows, norm.layer_norm_pullback_rows
+
+    @numba.njit
+    def run(x, ones):
+        y, z = rms_norm(x, ones[0], 0.0), layer_norm(x, ones[0], ones[0], 0.0)
+        dx = rms_norm_pullback(x, ones, ones[0], 0.0)[0]
+        return y, z, dx, layer_norm_pullback(x, ones, ones[0], 0.0)[0]
+
+    for made in run(np.zeros((1, 3), "float32"), np.ones((1, 3), "float32")):
+        assert np.isnan(made).all()
