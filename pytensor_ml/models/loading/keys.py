@@ -201,8 +201,8 @@ class KeyMap:
             faults.append(
                 f"missing, so that these parameters would keep values of no meaning: "
                 f"{_listing(missing)}. In the file and bound to nothing: {_listing(surplus)}. Load "
-                "the file this model was made for, or use `load_partial`; a family with other tensors "
-                "needs a builder of its own (`register_builder`)"
+                "the file this model was made for, or use `load_partial`; a family with tensors of "
+                "other names needs a builder of its own (`register_builder`)"
             )
         self._fill(checkpoint, self.keys() - set(missing), faults, allow_narrowing)
         return surplus
