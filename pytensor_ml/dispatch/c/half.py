@@ -1,8 +1,10 @@
 """C code for float16 words."""
 
-HALF = r"""
-#include <cstdlib>
-#include <thread>
+from pytensor_ml.dispatch.c.basic import THREADS
+
+HALF = (
+    THREADS
+    + r"""
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -57,36 +59,21 @@ inline float inner_product(const float* x, const npy_uint16* words, npy_intp n) 
 // are many to a line; so they are asked for this far ahead.
 const npy_intp WORDS_AHEAD = 8192, WORDS_IN_LINE = 32;
 
-// The inner products of x with rows first to stop.
-inline void inner_products(npy_intp first, npy_intp stop, const float* x, npy_intp n,
-                           const npy_uint16* words, float* y) {
-    for (npy_intp row = first; row < stop; ++row) {
-        const npy_uint16* own = words + row * n;
-        for (npy_intp i = 0; i < n; i += WORDS_IN_LINE) PYTENSOR_ML_PREFETCH(own + i + WORDS_AHEAD);
-        y[row] = inner_product(x, own, n);
-    }
-}
-
-// A thread takes as long to make and end as half of this to be read.
-const npy_intp WORDS_A_THREAD = 1 << 18;
-
-inline npy_intp count_threads(npy_intp n_words) {
-    const char* asked = std::getenv("OMP_NUM_THREADS");
-    npy_intp most = asked ? std::atoi(asked) : std::thread::hardware_concurrency();
-    return std::max(std::min(most, n_words / WORDS_A_THREAD), npy_intp(1));
-}
-
-// Threads that end with the call: others would be missing in a forked process.
-inline void inner_products_in_threads(npy_intp n_rows, const float* x, npy_intp n,
-                                      const npy_uint16* words, float* y) {
-    const npy_intp n_threads = std::min(count_threads(n_rows * n), std::max(n_rows, npy_intp(1)));
-    std::vector<std::thread> threads;
-    for (npy_intp i = 1; i < n_threads; ++i)
-        threads.emplace_back(inner_products, i * n_rows / n_threads,
-                             (i + 1) * n_rows / n_threads, x, n, words, y);
-    inner_products(0, n_rows / n_threads, x, n, words, y);
-    for (std::thread& thread : threads) thread.join();
+// The inner products of x with n_rows rows.
+inline void inner_products(npy_intp n_rows, const float* x, npy_intp n, const npy_uint16* words,
+                           float* y) {
+    using namespace pytensor_ml_threads;
+    const npy_intp n_parts = count_threads(n_rows, n_rows * n * npy_intp(sizeof(*words)));
+    share(n_rows, n_parts, [=](npy_intp, npy_intp first, npy_intp stop) {
+        for (npy_intp row = first; row < stop; ++row) {
+            const npy_uint16* own = words + row * n;
+            for (npy_intp i = 0; i < n; i += WORDS_IN_LINE)
+                PYTENSOR_ML_PREFETCH(own + i + WORDS_AHEAD);
+            y[row] = inner_product(x, own, n);
+        }
+    });
 }
 
 }
 """
+)

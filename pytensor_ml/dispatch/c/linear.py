@@ -118,7 +118,7 @@ inline bool run_halved(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyA
     if (!prepare(X, x, w, b, Y)) return false;
     float* y = (float*)PyArray_DATA(Y);
     if (x.rows == 1 && w.transposed) {
-        pytensor_ml_half::inner_products_in_threads(w.columns, x.data(), w.rows, w.data(), y);
+        pytensor_ml_half::inner_products(w.columns, x.data(), w.rows, w.data(), y);
     } else {
         std::vector<float> values(w.rows * w.columns);
         pytensor_ml_half::widen(w.data(), w.rows * w.columns, values.data());
