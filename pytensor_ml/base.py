@@ -304,6 +304,6 @@ def resolve_layer_name(name: object, default: str) -> str:
     if not isinstance(name, str):
         raise TypeError(
             f"{default} got {name!r} where its name belongs; everything after the name is "
-            f"keyword-only. Pass the value by its keyword, which help({default}) tells."
+            f"keyword-only. Pass the value by its keyword; help({default}) lists them."
         )
     return name

@@ -219,7 +219,9 @@ class Decoder:
         return logits
 
     def _check_rows(self, prompts: Sequence[Sequence[int]]) -> None:
-        if isinstance(prompts, str) or not all(np.ndim(prompt) == 1 for prompt in prompts):
+        if isinstance(prompts, str) or not all(
+            isinstance(prompt, Sequence | np.ndarray) for prompt in prompts
+        ):
             raise TypeError(
                 "Prompts are sequences of ids, one a row. Pass [ids] for one row, with ids as "
                 "Tokenizer.encode makes them of a text."

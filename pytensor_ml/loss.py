@@ -78,8 +78,8 @@ class CrossEntropy(Loss):
     -----
     Shapes that are not static are compared when the compiled function runs. An id that is no class
     gives a loss of NaN on every backend, never another class's loss; what
-    :func:`~pytensor_ml.optim.compile_train` compiles stops there and names the id. So do
-    probabilities that are negative or sum to more than 1.01, as logits would.
+    :func:`~pytensor_ml.optim.compile_train` compiles stops there and names the id. Predictions
+    that are negative or sum to more than 1.01 give NaN too, unless logits are expected.
 
     Examples
     --------
@@ -310,7 +310,7 @@ class ProbabilityCrossEntropyLayer(VariadicLayerOp):
             counts = pt.neq(ids, self.ignore_index)[..., None]
             probabilities = pt.where(counts, probabilities, pt.constant(1, dtype=dtype))
         wanted = pt.log(of_class(probabilities, ids))
-        wanted = pt.where(are_no_probabilities(probabilities), pt.constant(np.nan, dtype), wanted)
+        wanted = pt.where(not_probabilities(probabilities), pt.constant(np.nan, dtype), wanted)
         losses = -pt.constant(1 - self.label_smoothing, dtype=dtype) * wanted
         if self.label_smoothing:
             share = self.label_smoothing / probabilities.type.shape[-1]
@@ -341,13 +341,13 @@ def dense_cross_entropy(
     counts = pt.neq(q, zero)
     if not from_logits:
         losses = -last_axis(q * pt.log(pt.where(counts, predictions, one)))
-        return pt.where(are_no_probabilities(predictions), pt.constant(np.nan, dtype), losses)
+        return pt.where(not_probabilities(predictions), pt.constant(np.nan, dtype), losses)
     shifted = predictions - row_shift(predictions)
     log_sums = pt.log(last_axis(pt.exp(shifted)))
     return log_sums * last_axis(q) - last_axis(q * pt.where(counts, shifted, zero))
 
 
-def are_no_probabilities(x: TensorVariable) -> TensorVariable:
+def not_probabilities(x: TensorVariable) -> TensorVariable:
     """Return which rows of the last axis have a negative entry or sum to more than 1.
 
     Logits taken for probabilities could be trained on, and their loss fall without a bound.

@@ -127,7 +127,7 @@ def test_bad_prompts_are_refused_before_anything_runs(decoder):
         generate(decoder, [[1] * 6, [1]], max_new_tokens=4)
     with pytest.raises(ValueError, match="Got 1 prompts"):
         generate(decoder, [[1]], max_new_tokens=1)
-    for prompts in ([3, 4], "ab"):
+    for prompts in ([3, 4], "ab", [np.int64(3)]):
         with pytest.raises(TypeError, match=r"sequences of ids, one a row.*\[ids\]"):
             generate(decoder, prompts, max_new_tokens=1)
         with pytest.raises(TypeError, match="sequences of ids, one a row"):

@@ -253,7 +253,7 @@ def test_what_is_not_among_the_parameters_is_not_trained():
         if np.any(np.asarray(v.get_value()) != value)
     }
     assert changed == {"first_W", "last_b"}
-    with pytest.raises((AssertionError, ValueError), match="3") as raised:
+    with pytest.raises((AssertionError, ValueError), match=r"[Ss]hape") as raised:
         step(np.ones((4, 2), "float32"), np.ones((3, 1), "float32"))
     [note] = raised.value.__notes__[-1:]
     assert "x of dtype float32 and shape (4, 2), target of dtype float32 and shape (3, 1)" in note

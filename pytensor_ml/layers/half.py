@@ -20,7 +20,7 @@ UNITS[31] = np.inf
 
 
 class Widen(UnaryLayerOp):
-    """The float32 values of float16 words of dtype uint16, of any shape; NaN is infinite."""
+    """The float32 values of float16 words of dtype uint16, of any shape; NaN may be infinite."""
 
     __props__ = ()
 

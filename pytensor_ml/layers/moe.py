@@ -21,6 +21,7 @@ from pytensor_ml.base import (
     resolve_layer_name,
 )
 from pytensor_ml.layers.feedforward import GatedFeedForward
+from pytensor_ml.layers.half import floats_of
 from pytensor_ml.layers.linear import Linear, LinearLayer, check_width
 from pytensor_ml.layers.norm import PreciseSum
 from pytensor_ml.params import NonTrainableParameter, non_trainable, trainable_parameter
@@ -230,7 +231,7 @@ class MoE(VariadicLayer):
         dtype = "float64" if x.type.dtype == "float64" else "float32"
         wide = convert(x, dtype)
         project = LinearLayer(n_in=self.d_model, n_out=self.n_experts, bias=False)
-        logits = project(wide, convert(self.router.W, dtype), name=f"{self.name}_logits")
+        logits = project(wide, convert(floats_of(self.router.W), dtype), name=f"{self.name}_logits")
         choose = RouterLayer(
             top_k=self.top_k,
             score=self.score,

@@ -97,11 +97,12 @@ def save_causal_lm(model: CausalLM, folder: str | Path, *, config: dict[str, Any
         Where to; made if there is none. Files that it holds under these names are replaced.
     config : dict
         What the model was made from: ``open_checkpoint(path).config``, or what ``build_model`` got.
+        That of a GGUF file has no ``model_type``, which transformers' Auto classes go by.
 
     Raises
     ------
     ValueError
-        If the config describes a model with other parameters.
+        If the config describes a model with other parameters, or weights are halved.
 
     Examples
     --------
@@ -114,13 +115,26 @@ def save_causal_lm(model: CausalLM, folder: str | Path, *, config: dict[str, Any
     from pytensor_ml.checkpoint import write_safetensors, written_atomically
 
     ids = pt.tensor("ids", shape=(None, None), dtype="int64")
-    values = {str(v.name): v.get_value(borrow=True) for v in collect_shared_variables(model(ids))}
+    parameters = collect_shared_variables(model(ids))
+    values = {str(v.name): np.asarray(v.get_value(borrow=True)) for v in parameters}
+    if halved := [name for name, value in values.items() if value.dtype == "uint16"]:
+        raise ValueError(
+            f"{halved[0]} is halved, and transformers would take its words for numbers. Save the "
+            "model before halve_weights."
+        )
     with config_flags.change_flags(floatX="float32"), initial_values_from(_Placeholder()):
         _, keys = build_model(config)
+    known = {str(keys.parameter_for(key).name) for key in keys.keys()}
+    if surplus := sorted(values.keys() - known):
+        raise ValueError(
+            f"The config describes a model without {', '.join(surplus)}, which would be lost. Pass "
+            "the config that the model was made from."
+        )
     tensors = keys.tensors(values)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     [dtype] = {array.dtype.name for array in tensors.values()}
+    config = {key: value for key, value in config.items() if key != "torch_dtype"}
     with written_atomically(folder / "model.safetensors") as file:
         # Without this entry transformers reads no tensors.
         write_safetensors(file, tensors, {"format": "pt"})

@@ -101,7 +101,7 @@ class CausalLM(VariadicLayer):
                 f"valid has dtype {valid.type.dtype}, which would be added to scores "
                 "instead of hiding tokens. Pass valid.astype('bool')."
             )
-        positions = _count(pt.ones_like(ids, dtype="bool") if valid is None else valid)
+        positions = _positions(pt.ones_like(ids, dtype="bool") if valid is None else valid)
         mask = None if valid is None else valid[:, None, None, :]
         hidden, _ = self.stack(self._embed(ids), positions, mask)
         return self._logits(hidden)
@@ -127,7 +127,7 @@ class CausalLM(VariadicLayer):
         """
         ids = as_tensor(ids)
         _, _, length, start = caches[0]
-        positions = _count(pt.ones_like(ids, dtype="bool")) + length - start[:, None]
+        positions = _positions(pt.ones_like(ids, dtype="bool")) + length - start[:, None]
         hidden, new = self.stack.extend(self._embed(ids), positions, caches)
         return self._logits(hidden[:, -1]), new
 
@@ -146,8 +146,8 @@ class CausalLM(VariadicLayer):
         return logits
 
 
-def _count(valid: TensorVariable) -> TensorVariable:
-    """Return how many of a row's tokens that are ``valid`` come before each."""
+def _positions(valid: TensorVariable) -> TensorVariable:
+    """Return the position of each token that is ``valid`` among those of its row."""
     # Sums of floats, exact to 2**24: PyTensor gives those of a constant of int32 in int64, which it
     # then cannot use.
     return pt.cumsum(valid.astype("float32"), axis=-1).astype("int32") - 1

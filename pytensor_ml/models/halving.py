@@ -13,10 +13,11 @@ from pytensor_ml.summary import Summarized
 def halve_weights(model: Any) -> None:
     """Hold the matrices of a model's linear layers and embeddings in float16.
 
-    They are widened to float32 as they are read, in which everything is computed, so that a token
-    costs half the memory's time, and no more than a rounding of the weights, 5e-4 of each at most.
-    They are words of dtype uint16, as Numba has no float16, and are not trained. To be called
-    before a graph is built.
+    They are widened to float32 as they are read, and everything is computed in float32. On C and
+    Numba this takes half the bytes of memory for each token of up to four rows, and more time for
+    many tokens at once. Weights are rounded, by 5e-4 of themselves or 3e-8, whichever is more. They
+    are words of dtype uint16, as Numba has no float16, and are not trained. To be called when the
+    model has its values, and before a graph is built; a model is saved before, not after.
 
     Parameters
     ----------
@@ -65,16 +66,15 @@ def _matrix_layers(held: Any, seen: set[int]) -> Any:
 
 
 def _halved(layer: Linear | Embedding) -> NonTrainableParameter:
-    parameter = layer.W
-    value = parameter.get_value(borrow=True)
+    value = np.asarray(layer.W.get_value(borrow=True))
     with np.errstate(over="ignore"):
-        rounded = np.asarray(value).astype("float16")
+        rounded = value.astype("float16")
     if not np.isfinite(rounded).all():
         worst = value[~np.isfinite(rounded)][0]
         raise ValueError(
-            f"{parameter.name} holds {worst}, which is no number of float16, of which the largest "
-            "is 65504. Nothing was halved; keep this model in float32."
+            f"{layer.W.name} holds {worst}, which is no number of float16, of which the largest is "
+            "65504. Nothing was halved; keep this model in float32."
         )
     # So that what a product sums over is contiguous, in a tied head as well.
     words = np.asarray(rounded, order="F" if isinstance(layer, Linear) else "C")
-    return non_trainable(words.view("uint16"), parameter.name, layer_name=parameter.layer_name)
+    return non_trainable(words.view("uint16"), layer.W.name, layer_name=layer.name)

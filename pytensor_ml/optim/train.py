@@ -16,7 +16,7 @@ from pytensor.tensor.variable import TensorVariable
 from pytensor_ml.loss import (
     CrossEntropyLayer,
     ProbabilityCrossEntropyLayer,
-    are_no_probabilities,
+    not_probabilities,
 )
 from pytensor_ml.optim.base import (
     Gradients,
@@ -139,7 +139,8 @@ class TrainStep:
         loss; to find it, the gradients are compiled, the first time, and computed once more with
         the draws of the step.
     ValueError
-        When called, if targets are ids of no class.
+        When called, if targets are ids of no class, or predictions that are to be probabilities
+        of classes with ids are none.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class TrainStep:
     def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         given = [*zip((v.name for v in self._inputs), args, strict=False), *kwargs.items()]
         return ", ".join(
-            f"{name} of dtype {getattr(x, 'dtype', type(x).__name__)} and shape {np.shape(x)}"
+            f"{name} of dtype {getattr(x, 'dtype', type(x).__name__)} and shape {getattr(x, 'shape', 'unknown')}"
             for name, x in given
         )
 
@@ -202,8 +203,8 @@ class TrainStep:
     def _diagnosis(self) -> tuple[Function, list[Parameter], list[Apply]]:
         """A function to what a fault may be found in, and whose that is.
 
-        These are gradients of parameters, then for each loss its ids and whether its predictions
-        are such as it takes.
+        These are gradients of parameters, then for each loss its ids and whether it takes such
+        predictions.
         """
         scored = [
             node
@@ -281,7 +282,7 @@ def in_backward_order(parameters: Sequence[Parameter], loss: TensorVariable) -> 
 def _takes_its_predictions(node: Apply) -> TensorVariable:
     """Return whether a loss of probabilities got only such; those of logits take all."""
     if isinstance(node.op, ProbabilityCrossEntropyLayer):
-        return ~pt.any(are_no_probabilities(as_tensor(node.inputs[0])))
+        return ~pt.any(not_probabilities(as_tensor(node.inputs[0])))
     return pt.constant(True)
 
 

@@ -5,7 +5,15 @@ import pytest
 from dispatch.attention_checks import in_python
 from helpers import assert_close
 
-from pytensor_ml.layers import Embedding, Input, Linear, RMSNorm, Sequential
+from pytensor_ml.layers import (
+    Embedding,
+    Input,
+    Linear,
+    MoE,
+    RMSNorm,
+    Sequential,
+    call_as_block,
+)
 from pytensor_ml.layers.half import Widen
 from pytensor_ml.models import halve_weights
 from pytensor_ml.params import NonTrainableParameter
@@ -66,3 +74,24 @@ def test_what_float16_cannot_hold_is_left_as_it_is():
     assert first.W.type.dtype == "float32"
     with pytest.raises(ValueError, match="RMSNorm has no linear layer or embedding"):
         halve_weights(RMSNorm("norm", n_in=2))
+
+
+def test_a_halved_block_routes_and_trains_through():
+    """A mixture reads its router's matrix itself, and a block keeps what its gradient reads."""
+    moe = MoE("moe", d_model=6, hidden_dim=4, n_experts=4, top_k=2)
+    rounded = moe.router.W.get_value().astype("float16").astype("float32")
+    fc = Linear("fc", n_in=6, n_out=6)
+    x = Input("x", shape=(None, None, 6))
+    value = np.random.default_rng(0).normal(size=(2, 3, 6)).astype("float32")
+    made = []
+    for is_halved in (False, True):
+        if is_halved:
+            halve_weights([moe, fc])
+        else:
+            moe.router.W.set_value(rounded)
+            fc.W.set_value(fc.W.get_value().astype("float16").astype("float32"))
+        y = call_as_block(lambda x: x + moe(fc(x)), x, name="block")
+        made.append(function([x], [y, pt.grad(pt.sqr(y).sum(), x)])(value))
+    assert moe.router.W.type.dtype == fc.W.type.dtype == "uint16"
+    for one, other in zip(*made, strict=True):
+        assert_close(np.asarray(one), np.asarray(other), 1e-5)

@@ -79,6 +79,18 @@ def test_an_id_without_a_row_never_gives_another_row(backend):
             np.testing.assert_array_equal(look_up(np.array([0, id_])), [[1, 1], [np.nan] * 2])
 
 
+@pytest.mark.parametrize(("dtype", "n_rows"), [("uint8", 256), ("int8", 300), ("uint16", 2**17)])
+def test_a_table_may_have_more_rows_than_ids_can_count(dtype, n_rows):
+    embedding = Embedding("tokens", n_embeddings=n_rows, n_features=1)
+    embedding.W.set_value(np.arange(n_rows, dtype="float32")[:, None])
+    ids = Input("ids", shape=(None,), dtype=dtype)
+    value = np.array([0, 5, np.iinfo(dtype).max], dtype)
+    outputs = [embedding(ids), embedding(pt.constant(3))]
+    made, one = function([ids], outputs)(value)
+    np.testing.assert_array_equal(np.asarray(made)[:, 0], value)
+    assert np.asarray(one) == 3
+
+
 def test_feed_forwards_match_numpy():
     """Gate 2 and up 3 through SiLU give 5.28478; the fused weight has the value first."""
     gated = GatedFeedForward("gated", d_model=1, hidden_dim=2)

@@ -14,7 +14,13 @@ from pytensor.compile.mode import Mode
 from safetensors.numpy import load_file, save_file
 
 from pytensor_ml.layers import Embedding, Input
-from pytensor_ml.models import CausalLM, load_causal_lm, open_checkpoint, save_causal_lm
+from pytensor_ml.models import (
+    CausalLM,
+    halve_weights,
+    load_causal_lm,
+    open_checkpoint,
+    save_causal_lm,
+)
 from pytensor_ml.models.loading import GGUFCheckpoint, build_model, registry
 from pytensor_ml.models.loading import gguf as loading_gguf
 from pytensor_ml.pytensorf import function
@@ -443,6 +449,18 @@ def test_a_model_is_written_as_transformers_wrote_it(name, tmp_path):
         save_causal_lm(load_causal_lm(tmp_path), tmp_path / "again", config=config)
     with pytest.raises(ValueError, match=r"is made from embed_tokens_W, of shape .* a value of"):
         save_causal_lm(load_causal_lm(tmp_path), tmp_path, config=config | {"vocab_size": 7})
+
+
+@pytest.mark.compiles_nothing
+def test_no_part_of_a_model_is_lost_in_writing(tmp_path):
+    model = load_causal_lm(GOLDEN / "qwen2_bias")
+    config = open_checkpoint(GOLDEN / "qwen2_bias").config
+    with pytest.raises(ValueError, match=r"a model without layers_1_.*would be lost"):
+        save_causal_lm(model, tmp_path, config=config | {"num_hidden_layers": 1})
+    halve_weights(model)
+    with pytest.raises(ValueError, match="is halved.*Save the model before"):
+        save_causal_lm(model, tmp_path, config=config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_of_known_ids_compiles_without_a_complaint():

@@ -98,7 +98,8 @@ const npy_intp LEAST_BYTES = 1 << 19;
 
 inline npy_intp count_threads(npy_intp n_items, npy_intp n_bytes) {
     const char* asked = std::getenv("OMP_NUM_THREADS");
-    const npy_intp most = asked ? std::atoi(asked) : std::thread::hardware_concurrency();
+    const npy_intp most = asked ? npy_intp(std::atoi(asked))
+                                : npy_intp(std::thread::hardware_concurrency());
     return std::max(std::min({most, n_items, n_bytes / LEAST_BYTES}), npy_intp(1));
 }
 

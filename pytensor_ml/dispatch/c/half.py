@@ -51,13 +51,20 @@ inline float inner_product(const float* x, const npy_uint16* words, npy_intp n) 
                                           _mm256_add_ps(sums[2], sums[3])));
     for (int l = 0; l < 8; ++l) total += lanes[l];
 #endif
-    for (; i < n; ++i) total += x[i] * widen(words[i]);
+    float values[256];
+    for (; i < n; i += 256) {
+        const npy_intp length = std::min(n - i, npy_intp(256));
+        widen(words + i, length, values);
+        total += pytensor_ml_products::sum_of_products(x + i, values, length);
+    }
     return total;
 }
 
-// A processor works on too few lines of the memory at once to hide how long each takes, as words
-// are many to a line; so they are asked for this far ahead.
+// As on Numba, each line of memory is asked for this far ahead.
 const npy_intp WORDS_AHEAD = 8192, WORDS_IN_LINE = 32;
+
+// For so few rows reading words again costs less than writing their values and reading those.
+const npy_intp FEW_ROWS = 4;
 
 // The inner products of x with n_rows rows.
 inline void inner_products(npy_intp n_rows, const float* x, npy_intp n, const npy_uint16* words,

@@ -117,14 +117,19 @@ inline bool run_halved(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyA
     const Rows<npy_uint16> w(W);
     if (!prepare(X, x, w, b, Y)) return false;
     float* y = (float*)PyArray_DATA(Y);
-    if (x.rows == 1 && w.transposed) {
-        pytensor_ml_half::inner_products(w.columns, x.data(), w.rows, w.data(), y);
+    if (x.rows <= pytensor_ml_half::FEW_ROWS && !x.transposed && w.transposed) {
+        for (npy_intp i = 0; i < x.rows; ++i)
+            pytensor_ml_half::inner_products(w.columns, x.data() + i * w.rows, w.rows, w.data(),
+                                             y + i * w.columns);
     } else {
-        std::vector<float> values(w.rows * w.columns);
-        pytensor_ml_half::widen(w.data(), w.rows * w.columns, values.data());
-        const Matrix<float> matrix = {values.data(), w.transposed ? w.rows : w.columns,
-                                      w.transposed};
+        const npy_intp size = w.rows * w.columns;
+        PyArrayObject* values = (PyArrayObject*)PyArray_EMPTY(1, &size, NPY_FLOAT32, 0);
+        if (!values) return false;
+        float* data = (float*)PyArray_DATA(values);
+        pytensor_ml_half::widen(w.data(), size, data);
+        const Matrix<float> matrix = {data, w.transposed ? w.rows : w.columns, w.transposed};
         multiply<float>(x.rows, w.columns, x.columns, x.matrix(), matrix, 0, y, w.columns);
+        Py_DECREF(values);
     }
     add_bias(b, x.rows, w.columns, y);
     return true;

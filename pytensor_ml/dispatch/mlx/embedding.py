@@ -14,9 +14,13 @@ from pytensor_ml.layers.embedding import EmbeddingLayer
 def mlx_funcify_embedding(op: EmbeddingLayer, **kwargs: Any) -> Callable[..., mx.array]:
     # MLX cannot raise, and would read beyond the table.
     def embedding(ids: mx.array, W: mx.array) -> mx.array:
+        # The number of rows need not fit into ids of 8 or 16 bits.
+        ids = ids.astype(mx.int32) if ids.itemsize < 4 else ids
         has_row = (ids >= 0) & (ids < W.shape[0])
         rows = W[mx.where(has_row, ids, 0)]
         rows = widened(rows) if W.dtype == mx.uint16 else rows
-        return mx.where(has_row[..., None], rows, mx.array(mx.nan, rows.dtype))
+        zero = mx.array(0, rows.dtype)
+        # Not mx.nan, for which Metal has no literal.
+        return mx.where(has_row[..., None], rows, zero / zero)
 
     return embedding

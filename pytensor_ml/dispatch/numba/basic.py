@@ -21,7 +21,6 @@ from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml.base import BlockOp, LayerOp
 from pytensor_ml.dispatch.numba.linking import call_by_symbol
-from pytensor_ml.dispatch.numba.threads import N_THREADS
 
 
 def refuse_float16(op: LayerOp, node: Apply) -> None:
@@ -66,7 +65,9 @@ def register_kernel[F: Callable[..., Any]](
     return register
 
 
-SOURCES = sha256(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))))
+SOURCES = sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
 
 
 def source_of(function: Any) -> str:
@@ -192,7 +193,7 @@ def largest(x: np.ndarray) -> Any:
 
 def kernel_key(*read: Any) -> str:
     """Return what tells a kernel from others in Numba's cache, made of all that it reads."""
-    return sha256(str((*read, N_THREADS)).encode()).hexdigest()
+    return sha256(str(read).encode()).hexdigest()
 
 
 def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:

@@ -22,6 +22,9 @@ Array = np.ndarray
 BYTES_AHEAD = 2**14
 LINE_BYTES = 64
 
+# For so few rows reading words again costs less than writing their values and reading those.
+FEW_ROWS = 4
+
 
 @register_kernel(Widen)
 def numba_funcify_widen(op: Widen, node: Apply, **kwargs: Any) -> Any:
@@ -87,7 +90,7 @@ def widened(words: Array) -> Array:
 
 
 @numba_njit
-def ask_ahead(words: Array, row: int, first: int, stop: int) -> None:
+def prefetch_row(words: Array, row: int, first: int, stop: int) -> None:
     """Ask for part of a row of a matrix, or what is in its place, that lies some way ahead."""
     start = words.ctypes.data + row * words.shape[1] * words.itemsize + BYTES_AHEAD
     for byte in range(first * words.itemsize, stop * words.itemsize, LINE_BYTES):
@@ -98,7 +101,7 @@ def ask_ahead(words: Array, row: int, first: int, stop: int) -> None:
 def inner_products(first: int, stop: int, x: Array, words: Array, y: Array) -> None:
     """Fill part of ``y`` with the inner products of ``x`` with rows."""
     for row in range(first, stop):
-        ask_ahead(words, row, 0, len(x))
+        prefetch_row(words, row, 0, len(x))
         total = np.float32(0)
         for i in range(len(x)):
             total += x[i] * float_of_word(words[row, i])
@@ -106,7 +109,7 @@ def inner_products(first: int, stop: int, x: Array, words: Array, y: Array) -> N
 
 
 @numba_njit(fastmath={"contract"})
-def add_multiples(first: int, stop: int, x: Array, words: Array, y: Array) -> None:
+def weighted_sum(first: int, stop: int, x: Array, words: Array, y: Array) -> None:
     """Fill part of ``y`` with that of the sum of the rows, each times an entry of ``x``."""
     # Slices, as LLVM vectorizes no loop whose index might be below 0.
     part = y[first:stop]
@@ -114,7 +117,7 @@ def add_multiples(first: int, stop: int, x: Array, words: Array, y: Array) -> No
     whole = len(words) - len(words) % 4
     for row in range(0, whole, 4):
         for ahead in range(row, row + 4):
-            ask_ahead(words, ahead, first, stop)
+            prefetch_row(words, ahead, first, stop)
         a, b = words[row, first:stop], words[row + 1, first:stop]
         c, d = words[row + 2, first:stop], words[row + 3, first:stop]
         for j in range(len(part)):
@@ -131,7 +134,7 @@ def add_multiples(first: int, stop: int, x: Array, words: Array, y: Array) -> No
 
 
 inner_products_in_threads = in_threads(inner_products)
-add_multiples_in_threads = in_threads(add_multiples)
+weighted_sum_in_threads = in_threads(weighted_sum)
 
 
 @numba_njit
@@ -142,12 +145,14 @@ def product_of_words(rows: Array, W: Array) -> Array:
     n_out = W.shape[1]
     product = empty((rows.shape[0], n_out), rows.dtype)
     n_threads = count_threads(n_out, W.size * W.itemsize)
-    if rows.shape[0] == 1 and W.strides[0] == W.itemsize:
+    if len(rows) <= FEW_ROWS and W.strides[0] == W.itemsize:
         words = np.ascontiguousarray(W.T)
-        inner_products_in_threads(n_out, n_threads, rows[0], words, product[0])
-    elif rows.shape[0] == 1:
+        for i in range(len(rows)):
+            inner_products_in_threads(n_out, n_threads, rows[i], words, product[i])
+    elif len(rows) <= FEW_ROWS:
         words = np.ascontiguousarray(W)
-        add_multiples_in_threads(n_out, n_threads, rows[0], words, product[0])
+        for i in range(len(rows)):
+            weighted_sum_in_threads(n_out, n_threads, rows[i], words, product[i])
     elif W.strides[0] == W.itemsize:
         values = widened(np.ascontiguousarray(W.T).reshape(W.size))
         np.dot(rows, values.reshape((n_out, W.shape[0])).T, product)

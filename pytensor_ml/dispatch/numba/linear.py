@@ -16,6 +16,7 @@ from pytensor_ml.dispatch.numba.basic import (
     rows_of,
 )
 from pytensor_ml.dispatch.numba.half import product_of_words
+from pytensor_ml.dispatch.numba.threads import N_THREADS
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 Array = np.ndarray
@@ -42,7 +43,7 @@ def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
         def linear(X: Array, W: Array, b: Array) -> Array:
             return (product(rows_of(X), W) + b).reshape((*X.shape[:-1], W.shape[1]))
 
-    return linear, kernel_key(type(op), len(node.inputs))
+    return linear, kernel_key(type(op), len(node.inputs), N_THREADS)
 
 
 @register_kernel(LinearPullback, covers=has_one_dtype)

@@ -12,7 +12,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, rows_of
-from pytensor_ml.dispatch.numba.threads import count_threads, in_threads
+from pytensor_ml.dispatch.numba.threads import N_THREADS, count_threads, in_threads
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -130,7 +130,7 @@ def numba_funcify_layer_norm_pullback(
 def cache_key(op: Any, node: Apply) -> str:
     """Return a key made of what the kernels read, which the width is not."""
     offset = getattr(op, "offset", None)
-    return kernel_key(type(op), op.epsilon, offset, len(node.inputs))
+    return kernel_key(type(op), op.epsilon, offset, len(node.inputs), N_THREADS)
 
 
 @numba_njit

@@ -9,7 +9,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
-from pytensor_ml.dispatch.numba.threads import count_threads, in_threads
+from pytensor_ml.dispatch.numba.threads import N_THREADS, count_threads, in_threads
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
     ApplyRotary,
@@ -127,7 +127,9 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
         rotate_in_threads(n_items, count_threads(n_items, 2 * x.nbytes), rows, cos, sin, y)
         return y.reshape(x.shape)
 
-    key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
+    key = kernel_key(
+        type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name, N_THREADS
+    )
     return apply_rotary, key
 
 

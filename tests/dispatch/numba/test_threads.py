@@ -14,7 +14,7 @@ def _only_on_numba(backend):
 @numba.njit
 def count(first, stop, counts, step):
     for i in range(first, stop):
-        if step < 0:
+        if step < 0 and i == 3:
             raise ValueError
         counts[i] += step
 
