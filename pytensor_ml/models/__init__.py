@@ -124,7 +124,8 @@ def save_causal_lm(model: CausalLM, folder: str | Path, *, config: dict[str, Any
         )
     with config_flags.change_flags(floatX="float32"), initial_values_from(_Placeholder()):
         _, keys = build_model(config)
-    known = {str(keys.parameter_for(key).name) for key in keys.keys()}
+    bound = keys.keys()
+    known = {str(keys.parameter_for(key).name) for key in bound}
     if surplus := sorted(values.keys() - known):
         raise ValueError(
             f"The config describes a model without {', '.join(surplus)}, which would be lost. Pass "

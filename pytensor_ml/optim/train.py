@@ -187,7 +187,9 @@ class TrainStep:
     def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         given = [*zip((v.name for v in self._inputs), args, strict=False), *kwargs.items()]
         return ", ".join(
-            f"{name} of dtype {getattr(x, 'dtype', type(x).__name__)} and shape {getattr(x, 'shape', 'unknown')}"
+            f"{name} of dtype {x.dtype} and shape {x.shape}"
+            if isinstance(x, np.ndarray)
+            else f"{name}, a {type(x).__name__}"
             for name, x in given
         )
 
