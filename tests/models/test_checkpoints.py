@@ -453,8 +453,8 @@ def test_a_model_is_written_as_transformers_wrote_it(name, tmp_path):
 
 @pytest.mark.compiles_nothing
 def test_no_part_of_a_model_is_lost_in_writing(tmp_path):
-    model = load_causal_lm(GOLDEN / "qwen2_bias")
-    config = open_checkpoint(GOLDEN / "qwen2_bias").config
+    model = load_causal_lm(GOLDEN / "llama_gqa")
+    config = open_checkpoint(GOLDEN / "llama_gqa").config
     with pytest.raises(ValueError, match=r"a model without layers_1_.*would be lost"):
         save_causal_lm(model, tmp_path, config=config | {"num_hidden_layers": 1})
     halve_weights(model)
