@@ -19,6 +19,7 @@ from pytensor.link.numba.cache import compile_numba_function_src
 from pytensor.link.numba.dispatch.basic import numba_njit, register_funcify_and_cache_key
 from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
+from pytensor_ml import __version__
 from pytensor_ml.base import BlockOp, LayerOp
 from pytensor_ml.dispatch.numba.linking import call_by_symbol
 
@@ -74,9 +75,8 @@ def source_of(function: Any) -> str:
     """Return what tells code from what it was: what Numba has cached outlives a change of it."""
     code = function.__code__
     path = Path(code.co_filename)
-    return kernel_key(
-        path.read_bytes() if path.is_file() else marshal.dumps(code), SOURCES.digest()
-    )
+    own = path.read_bytes() if path.is_file() else marshal.dumps(code)
+    return kernel_key(own, SOURCES, __version__)
 
 
 def has_kernel(op: LayerOp) -> bool:
