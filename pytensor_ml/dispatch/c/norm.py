@@ -9,7 +9,7 @@ from pytensor.tensor.variable import TensorVariable
 from pytensor.utils import hash_from_code
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.c.basic import THREADS, CKernel, c_funcify
+from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -111,14 +111,11 @@ class NormKernel(CKernel):
 
 
 # A compiler may not reorder a sum, so sums are written in lanes that it can vectorize.
-SUPPORT_CODE = (
-    THREADS
-    + r"""
+SUPPORT_CODE = r"""
 #include <cmath>
+#include <vector>
 
 namespace pytensor_ml_norm {
-
-using namespace pytensor_ml_threads;
 
 const int LANES = 16;
 
@@ -190,23 +187,11 @@ struct ColumnSum {
             recent[i] = 0;
         }
     }
-    void add(ColumnSum& other) {
-        other.flush();
-        for (size_t i = 0; i < total.size(); ++i) total[i] += other.total[i];
-    }
     void write(PyArrayObject* out) {
         flush();
         for (size_t i = 0; i < total.size(); ++i) ((T*)PyArray_DATA(out))[i] = T(total[i]);
     }
 };
-
-template <typename T>
-void rms_norm_row(npy_intp n, const T* x, const T* scale, T* __restrict__ y, T epsilon) {
-    double xx[1];
-    sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
-    const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
-    for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
-}
 
 template <typename T>
 bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsilon) {
@@ -215,31 +200,14 @@ bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsil
         return false;
     const npy_intp n = width(X);
     const T *x = x_values.data(), *scale = scale_values.data();
-    T* y = (T*)PyArray_DATA(Y);
-    const npy_intp rows = n ? PyArray_SIZE(X) / n : 0;
-    share(rows, count_threads(rows, 2 * PyArray_NBYTES(X)),
-          [=](npy_intp, npy_intp first, npy_intp stop) {
-              for (npy_intp row = first; row < stop; ++row)
-                  rms_norm_row(n, x + row * n, scale, y + row * n, epsilon);
-          });
-    return true;
-}
-
-template <typename T>
-void rms_norm_pullback_row(npy_intp n, const T* x, const T* dy, const T* scale,
-                           T* __restrict__ dx, T* __restrict__ dscale, T epsilon) {
-    double sums[2];
-    sum(n, sums, [&](npy_intp i, double* t) {
-        t[0] = double(x[i]) * double(x[i]);
-        t[1] = double(dy[i] * scale[i]) * double(x[i]);
-    });
-    const double rms = std::sqrt(sums[0] / n + epsilon);
-    const T r = T(1 / rms), mean = T(sums[1] / rms / n);
-    for (npy_intp i = 0; i < n; ++i) {
-        const T normalized = x[i] * r;
-        dscale[i] += dy[i] * normalized;
-        dx[i] = r * (dy[i] * scale[i] - normalized * mean);
+    T* __restrict__ y = (T*)PyArray_DATA(Y);
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
+        double xx[1];
+        sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
+        const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
+        for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
     }
+    return true;
 }
 
 template <typename T>
@@ -251,20 +219,26 @@ bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale
         return false;
     const npy_intp n = width(X);
     const T *x = x_values.data(), *dy = dy_values.data(), *scale = scale_values.data();
-    T* dx = (T*)PyArray_DATA(DX);
-    const npy_intp rows = n ? PyArray_SIZE(X) / n : 0;
-    const npy_intp n_parts = count_threads(rows, 3 * PyArray_NBYTES(X));
-    // One a part, as each would add to what others add to.
-    std::vector<ColumnSum<T>> by_scale(n_parts, ColumnSum<T>(n));
-    share(rows, n_parts, [=, &by_scale](npy_intp part, npy_intp first, npy_intp stop) {
-        for (npy_intp row = first; row < stop; ++row) {
-            rms_norm_pullback_row(n, x + row * n, dy + row * n, scale, dx + row * n,
-                                  by_scale[part].recent.data(), epsilon);
-            if ((row - first) % 16 == 15) by_scale[part].flush();
+    T* __restrict__ dx = (T*)PyArray_DATA(DX);
+    ColumnSum<T> by_scale(n);
+    T* __restrict__ dscale = by_scale.recent.data();
+    npy_intp row = 0;
+    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
+        double sums[2];
+        sum(n, sums, [&](npy_intp i, double* t) {
+            t[0] = double(x[i]) * double(x[i]);
+            t[1] = double(dy[i] * scale[i]) * double(x[i]);
+        });
+        const double rms = std::sqrt(sums[0] / n + epsilon);
+        const T r = T(1 / rms), mean = T(sums[1] / rms / n);
+        for (npy_intp i = 0; i < n; ++i) {
+            const T normalized = x[i] * r;
+            dscale[i] += dy[i] * normalized;
+            dx[i] = r * (dy[i] * scale[i] - normalized * mean);
         }
-    });
-    for (npy_intp part = 1; part < n_parts; ++part) by_scale[0].add(by_scale[part]);
-    by_scale[0].write(DScale);
+        if (++row % 16 == 0) by_scale.flush();
+    }
+    by_scale.write(DScale);
     return true;
 }
 
@@ -349,4 +323,3 @@ bool layer_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Loc
 
 }
 """
-)

@@ -5,7 +5,7 @@ from typing import Any
 from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
-from pytensor_ml.dispatch.c.basic import THREADS, CKernel, c_funcify
+from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
 from pytensor_ml.layers.positional import ApplyRotary
 
 
@@ -39,40 +39,11 @@ class ApplyRotaryKernel(CKernel):
         """
 
 
-SUPPORT_CODE = (
-    THREADS
-    + r"""
+SUPPORT_CODE = r"""
 #include <type_traits>
+#include <vector>
 
 namespace pytensor_ml_rotary {
-
-using namespace pytensor_ml_threads;
-
-// x and y are (steps, channels), cos and sin (steps, pairs).
-template <typename X, typename T, bool half>
-void rotate(npy_intp steps, npy_intp channels, npy_intp pairs, const X* x, const T* cos,
-            const T* sin, X* __restrict__ y) {
-    for (npy_intp s = 0; s < steps; ++s) {
-        if (half) {
-            for (npy_intp i = 0; i < pairs; ++i) {
-                const T first = x[i], second = x[pairs + i];
-                y[i] = X(first * cos[i] - second * sin[i]);
-                y[pairs + i] = X(second * cos[i] + first * sin[i]);
-            }
-        } else {
-            for (npy_intp i = 0; i < pairs; ++i) {
-                const T first = x[2 * i], second = x[2 * i + 1];
-                y[2 * i] = X(first * cos[i] - second * sin[i]);
-                y[2 * i + 1] = X(second * cos[i] + first * sin[i]);
-            }
-        }
-        for (npy_intp i = 2 * pairs; i < channels; ++i) y[i] = x[i];
-        x += channels;
-        y += channels;
-        cos += pairs;
-        sin += pairs;
-    }
-}
 
 // X is (batch axes, head axes, steps, channels) and Table (batch axes, steps, pairs, 2).
 template <typename X, typename A, bool half>
@@ -106,20 +77,37 @@ bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObj
     }
     const X* x = (const X*)PyArray_DATA(x_values);
     const A* table = (const A*)PyArray_DATA(table_values);
-    X* y = (X*)PyArray_DATA(y_array);
-    std::vector<T> all_cos(batch * steps * pairs), all_sin(batch * steps * pairs);
-    for (size_t i = 0; i < all_cos.size(); ++i, table += 2) {
-        all_cos[i] = T(table[0]);
-        all_sin[i] = T(sign) * T(table[1]);
+    X* __restrict__ y = (X*)PyArray_DATA(y_array);
+    std::vector<T> all_cos(steps * pairs), all_sin(steps * pairs);
+    for (npy_intp b = 0; b < batch; ++b) {
+        for (npy_intp i = 0; i < steps * pairs; ++i, table += 2) {
+            all_cos[i] = T(table[0]);
+            all_sin[i] = T(sign) * T(table[1]);
+        }
+        for (npy_intp h = 0; h < heads; ++h) {
+            const T *cos = all_cos.data(), *sin = all_sin.data();
+            for (npy_intp s = 0; s < steps; ++s) {
+                if (half) {
+                    for (npy_intp i = 0; i < pairs; ++i) {
+                        const T first = x[i], second = x[pairs + i];
+                        y[i] = X(first * cos[i] - second * sin[i]);
+                        y[pairs + i] = X(second * cos[i] + first * sin[i]);
+                    }
+                } else {
+                    for (npy_intp i = 0; i < pairs; ++i) {
+                        const T first = x[2 * i], second = x[2 * i + 1];
+                        y[2 * i] = X(first * cos[i] - second * sin[i]);
+                        y[2 * i + 1] = X(second * cos[i] + first * sin[i]);
+                    }
+                }
+                for (npy_intp i = 2 * pairs; i < channels; ++i) y[i] = x[i];
+                x += channels;
+                y += channels;
+                cos += pairs;
+                sin += pairs;
+            }
+        }
     }
-    const T *cos = all_cos.data(), *sin = all_sin.data();
-    share(batch * heads, count_threads(batch * heads, 2 * PyArray_NBYTES(x_array)),
-          [=](npy_intp, npy_intp first, npy_intp stop) {
-              for (npy_intp item = first; item < stop; ++item) {
-                  const npy_intp b = item / heads * steps * pairs, at = item * steps * channels;
-                  rotate<X, T, half>(steps, channels, pairs, x + at, cos + b, sin + b, y + at);
-              }
-          });
     Py_DECREF(x_values);
     Py_DECREF(table_values);
     return true;
@@ -127,4 +115,3 @@ bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObj
 
 }
 """
-)

@@ -12,7 +12,6 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, rows_of
-from pytensor_ml.dispatch.numba.threads import N_THREADS, count_threads, in_threads
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -130,7 +129,7 @@ def numba_funcify_layer_norm_pullback(
 def cache_key(op: Any, node: Apply) -> str:
     """Return a key made of what the kernels read, which the width is not."""
     offset = getattr(op, "offset", None)
-    return kernel_key(type(op), op.epsilon, offset, len(node.inputs), N_THREADS)
+    return kernel_key(type(op), op.epsilon, offset, len(node.inputs))
 
 
 @numba_njit
@@ -149,56 +148,28 @@ def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     return made
 
 
-@numba_njit
-def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
-    y = empty(x.shape, x.dtype)
-    rms_norm_in_threads(len(x), count_threads(len(x), 2 * x.nbytes), x, scale, epsilon, y)
-    return y
-
-
 @numba_njit(error_model="numpy")
-def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float, y: Array) -> None:
-    n = x.shape[1]
-    for row in range(first, stop):
+def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
+    rows, n = x.shape
+    y = empty(x.shape, x.dtype)
+    for row in range(rows):
         xx = 0.0
         for i in range(n):
             xx += np.float64(x[row, i]) * np.float64(x[row, i])
         r = x.dtype.type(1 / np.sqrt(xx / n + epsilon))
         for i in range(n):
             y[row, i] = x[row, i] * r * scale[i]
-
-
-rms_norm_in_threads = in_threads(rms_norm_part)
-
-
-@numba_njit
-def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
-    if dy.shape != x.shape:
-        raise ValueError("A norm got a gradient of another shape than its input.")
-    dx = empty(x.shape, x.dtype)
-    n_threads = count_threads(len(x), 3 * x.nbytes)
-    # A row a thread, as each would add to what others add to.
-    dscales = np.zeros((n_threads, x.shape[1]))
-    rms_norm_pullback_in_threads(n_threads, n_threads, x, dy, scale, epsilon, dx, dscales)
-    for i in range(1, n_threads):
-        dscales[0] += dscales[i]
-    return dx, dscales[0]
+    return y
 
 
 @numba_njit(error_model="numpy")
-def rms_norm_pullback_part(
-    part: int,
-    _: int,
-    x: Array,
-    dy: Array,
-    scale: Array,
-    epsilon: float,
-    dx: Array,
-    dscales: Array,
-) -> None:
+def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
     rows, n = x.shape
-    dscale = dscales[part]
-    for row in range(part * rows // len(dscales), (part + 1) * rows // len(dscales)):
+    if dy.shape != x.shape:
+        raise ValueError("A norm got a gradient of another shape than its input.")
+    dx = empty(x.shape, x.dtype)
+    dscale = np.zeros(n)
+    for row in range(rows):
         xx = 0.0
         gx = 0.0
         for i in range(n):
@@ -211,9 +182,7 @@ def rms_norm_pullback_part(
             normalized = x[row, i] * r
             dscale[i] += dy[row, i] * normalized
             dx[row, i] = r * (dy[row, i] * scale[i] - normalized * mean)
-
-
-rms_norm_pullback_in_threads = in_threads(rms_norm_pullback_part)
+    return dx, dscale
 
 
 @numba_njit(error_model="numpy")
