@@ -74,7 +74,8 @@ def check_weights_of_words():
         weight = normal(n_in, n_out).astype("float16")
         scattered = np.zeros((2 * n_in, 2 * n_out), "float16")[::2, ::2]
         scattered[:] = weight
-        for n_rows in (1, 3):
+        # A few rows, and more, are two cases.
+        for n_rows in (1, 3, 6):
             x_value = normal(n_rows, n_in)
             right = x_value.astype("float64") @ weight.astype("float64")
             for value in (weight, np.asfortranarray(weight), scattered):

@@ -83,47 +83,6 @@ inline T sigmoid(T x) {
 }
 """
 
-# They end with the call: others would be missing in a forked process, and PyMC forks its chains.
-THREADS = r"""
-#include <algorithm>
-#include <cstdlib>
-#include <system_error>
-#include <thread>
-#include <vector>
-
-namespace pytensor_ml_threads {
-
-// To make and end a thread takes half the time in which this is read.
-const npy_intp LEAST_BYTES = 1 << 19;
-
-inline npy_intp count_threads(npy_intp n_items, npy_intp n_bytes) {
-    const char* asked = std::getenv("OMP_NUM_THREADS");
-    const npy_intp most = asked ? npy_intp(std::atoi(asked))
-                                : npy_intp(std::thread::hardware_concurrency());
-    return std::max(std::min({most, n_items, n_bytes / LEAST_BYTES}), npy_intp(1));
-}
-
-// Do `work(part, first, stop)` for parts of items that are shared out evenly.
-template <typename Work>
-void share(npy_intp n_items, npy_intp n_parts, Work work) {
-    std::vector<std::thread> threads;
-    npy_intp part = 1;
-    try {
-        for (; part < n_parts; ++part)
-            threads.emplace_back(work, part, part * n_items / n_parts,
-                                 (part + 1) * n_items / n_parts);
-    } catch (const std::system_error&) {
-        // There are no more threads to have; what is left is done here.
-    }
-    work(0, 0, n_items / n_parts);
-    for (; part < n_parts; ++part)
-        work(part, part * n_items / n_parts, (part + 1) * n_items / n_parts);
-    for (std::thread& thread : threads) thread.join();
-}
-
-}
-"""
-
 # Products go to the BLAS of SciPy, whose address SciPy's Cython interface gives: PyTensor has none
 # to link to. What is to be vectorized sums in lanes, since the compiler may not reorder a sum.
 PRODUCTS = (
