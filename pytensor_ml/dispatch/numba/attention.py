@@ -11,6 +11,8 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.numba.basic import empty, exp, kernel_key, largest, register_kernel
+from pytensor_ml.dispatch.numba.products import multiply
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
 
 Array = np.ndarray
@@ -40,38 +42,45 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
     window = NO_WINDOW if op.window is None else op.window
 
     @numba_njit
-    def attention(q: Array, k: Array, v: Array, mask: Any = None) -> Array:
-        check_shapes(q, k, v, mask)
-        n_batch, n_head, n_queries, _ = q.shape
-        _, n_kv_head, n_keys, _ = k.shape
+    def attend(first: int, stop: int, q: Array, k: Array, v: Array, mask: Any, y: Array) -> None:
+        n_head, n_queries = q.shape[1:3]
+        n_kv_head, n_keys = k.shape[1:3]
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
-        y = empty((n_batch, n_head, n_queries, v.shape[3]), q.dtype)
-        for b in range(n_batch):
+        for item in range(first, stop):
+            b, h = item // n_kv_head, item % n_kv_head
             if mask is None:
                 seen = None
             else:
                 seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
-            for h in range(n_kv_head):
-                keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
-                for i in range(0, n_queries, per_block):
-                    n = min(per_block, n_queries - i)
-                    position = n_keys - n_queries + i
-                    low, stop = reach(position, n, n_keys, is_causal, window)
-                    rows = gather(q, b, h * group, group, i, n, scale)
-                    scores = inner_products(rows, keys, low, stop)
-                    if softcap is not None:
-                        cap(scores, softcap)
-                    if mask is not None:
-                        add_mask(scores, mask, b, h * group, i, n, low)
-                    hide(scores, n, low, position, is_causal, window)
-                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                    high[:] = -np.inf
-                    total[:] = 0
-                    update_maximum(high, scores)
-                    exponentiate(scores, high, total)
-                    factor = inverse_or_zero(total)
-                    scatter(weighted_sums(scores, values, low, stop), factor, y, b, h * group, i, n)
+            keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+            for i in range(0, n_queries, per_block):
+                n = min(per_block, n_queries - i)
+                position = n_keys - n_queries + i
+                low, end = reach(position, n, n_keys, is_causal, window)
+                rows = gather(q, b, h * group, group, i, n, scale)
+                scores = inner_products(rows, keys, low, end)
+                if softcap is not None:
+                    cap(scores, softcap)
+                if mask is not None:
+                    add_mask(scores, mask, b, h * group, i, n, low)
+                hide(scores, n, low, position, is_causal, window)
+                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                high[:] = -np.inf
+                total[:] = 0
+                update_maximum(high, scores)
+                exponentiate(scores, high, total)
+                factor = inverse_or_zero(total)
+                scatter(weighted_sums(scores, values, low, end), factor, y, b, h * group, i, n)
+
+    attend_in_threads = in_threads(attend)
+
+    @numba_njit
+    def attention(q: Array, k: Array, v: Array, mask: Any = None) -> Array:
+        check_shapes(q, k, v, mask)
+        y = empty((*q.shape[:3], v.shape[3]), q.dtype)
+        n_items = k.shape[0] * k.shape[1]
+        attend_in_threads(n_items, count_parts(n_items, cost(q, k)), q, k, v, mask, y)
         return y
 
     return attention, cache_key(op, node)
@@ -85,53 +94,73 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
     has_mask_gradient = len(node.outputs) == 4
 
     @numba_njit
-    def gradients(q: Array, k: Array, v: Array, g: Array, mask: Any = None) -> Any:
-        check_shapes(q, k, v, mask)
-        if g.shape[:3] != q.shape[:3] or g.shape[3] != v.shape[3]:
-            raise ValueError("Attention got a gradient whose shape differs from its output's")
-        n_batch, n_head, n_queries, _ = q.shape
-        _, n_kv_head, n_keys, _ = k.shape
+    def pull_back(
+        first: int,
+        stop: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        g: Array,
+        mask: Any,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        dmask: Any,
+    ) -> None:
+        n_head, n_queries = q.shape[1:3]
+        n_kv_head, n_keys = k.shape[1:3]
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
-        dq = empty(q.shape, q.dtype)
-        dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
-        if has_mask_gradient:
-            dmask = np.zeros(mask.shape)
-        for b in range(n_batch):
+        for item in range(first, stop):
+            b, h = item // n_kv_head, item % n_kv_head
             if mask is None:
                 seen = None
             else:
                 seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
-            for h in range(n_kv_head):
-                keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
-                for i in range(0, n_queries, per_block):
-                    n = min(per_block, n_queries - i)
-                    position = n_keys - n_queries + i
-                    low, stop = reach(position, n, n_keys, is_causal, window)
-                    rows = gather(q, b, h * group, group, i, n, scale)
-                    scores = inner_products(rows, keys, low, stop)
-                    if softcap is not None:
-                        cap(scores, softcap)
-                        capped = scores.copy()
-                    if mask is not None:
-                        add_mask(scores, mask, b, h * group, i, n, low)
-                    hide(scores, n, low, position, is_causal, window)
-                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                    high[:] = -np.inf
-                    total[:] = 0
-                    update_maximum(high, scores)
-                    exponentiate(scores, high, total)
-                    dy = gather(g, b, h * group, group, i, n, 1.0)
-                    dscores = inner_products(dy, values, low, stop)
-                    softmax_pullback(scores, total, dscores)
-                    if has_mask_gradient:
-                        add_block(dmask, dscores, b, h * group, i, n, low)
-                    if softcap is not None:
-                        cap_pullback(capped, softcap, dscores)
-                    total[:] = scale
-                    scatter(weighted_sums(dscores, keys, low, stop), total, dq, b, h * group, i, n)
-                    add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
-                    add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
+            keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+            for i in range(0, n_queries, per_block):
+                n = min(per_block, n_queries - i)
+                position = n_keys - n_queries + i
+                low, end = reach(position, n, n_keys, is_causal, window)
+                rows = gather(q, b, h * group, group, i, n, scale)
+                scores = inner_products(rows, keys, low, end)
+                if softcap is not None:
+                    cap(scores, softcap)
+                    capped = scores.copy()
+                if mask is not None:
+                    add_mask(scores, mask, b, h * group, i, n, low)
+                hide(scores, n, low, position, is_causal, window)
+                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                high[:] = -np.inf
+                total[:] = 0
+                update_maximum(high, scores)
+                exponentiate(scores, high, total)
+                dy = gather(g, b, h * group, group, i, n, 1.0)
+                dscores = inner_products(dy, values, low, end)
+                softmax_pullback(scores, total, dscores)
+                if has_mask_gradient:
+                    add_block(dmask, dscores, b, h * group, i, n, low)
+                if softcap is not None:
+                    cap_pullback(capped, softcap, dscores)
+                total[:] = scale
+                scatter(weighted_sums(dscores, keys, low, end), total, dq, b, h * group, i, n)
+                add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
+                add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
+
+    pull_back_in_threads = in_threads(pull_back)
+
+    @numba_njit
+    def gradients(q: Array, k: Array, v: Array, g: Array, mask: Any = None) -> Any:
+        check_shapes(q, k, v, mask)
+        if g.shape[:3] != q.shape[:3] or g.shape[3] != v.shape[3]:
+            raise ValueError("Attention got a gradient whose shape differs from its output's")
+        dq = empty(q.shape, q.dtype)
+        dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+        dmask = np.zeros(mask.shape) if has_mask_gradient else None
+        n_items = k.shape[0] * k.shape[1]
+        # Heads may share a mask, whose gradient is then a sum over them.
+        n_parts = 1 if has_mask_gradient else count_parts(n_items, 2 * cost(q, k))
+        pull_back_in_threads(n_items, n_parts, q, k, v, g, mask, dq, dk, dv, dmask)
         if has_mask_gradient:
             return dq, dk, dv, dmask.astype(mask.dtype)
         return dq, dk, dv
@@ -196,6 +225,12 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
 def cache_key(op: LayerOp, node: Apply) -> str:
     masks = [x.type.dtype for x in node.inputs[3:]]
     return kernel_key(type(op), op._props_dict(), masks)
+
+
+@numba_njit
+def cost(q: Array, k: Array) -> int:
+    """Return how many bytes could be read and written in the time of attention."""
+    return q.size * k.shape[2]
 
 
 @numba_njit
@@ -295,14 +330,14 @@ def seen_rows(x: Array, b: int, h: int, seen: Any) -> Array:
 @numba_njit
 def inner_products(x: Array, y: Array, low: int, stop: int) -> Array:
     products = np.empty((len(x), stop - low), x.dtype)
-    np.dot(x, y[low:stop].T, products)
+    multiply(x, y[low:stop].T, products)
     return products
 
 
 @numba_njit
 def weighted_sums(weights: Array, x: Array, low: int, stop: int) -> Array:
     mixed = np.empty((len(weights), x.shape[1]), x.dtype)
-    np.dot(weights, x[low:stop], mixed)
+    multiply(weights, x[low:stop], mixed)
     return mixed
 
 

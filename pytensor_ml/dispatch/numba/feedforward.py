@@ -7,6 +7,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, sigmoid
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
 
 Array = np.ndarray
@@ -54,24 +55,52 @@ def flat(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(x.size)
 
 
-@numba_njit(error_model="numpy")
+@numba_njit
 def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
-    beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
     y = empty(gate.shape, gate.dtype)
-    for i in range(len(gate)):
-        x = gate[i]
-        # Without a cubic term it must not be formed: it may overflow.
-        argument = x + cubic * x * x * x if cubic != 0 else x
-        y[i] = x * sigmoid(beta * argument) * value[i]
+    n_parts = count_parts(len(gate), 3 * gate.nbytes)
+    activate_in_threads(len(gate), n_parts, gate, value, beta, cubic, y)
     return y
 
 
 @numba_njit(error_model="numpy")
+def activate_part(
+    first: int, stop: int, gate: Array, value: Array, beta: float, cubic: float, y: Array
+) -> None:
+    beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
+    for i in range(first, stop):
+        x = gate[i]
+        # Without a cubic term it must not be formed: it may overflow.
+        argument = x + cubic * x * x * x if cubic != 0 else x
+        y[i] = x * sigmoid(beta * argument) * value[i]
+
+
+activate_in_threads = in_threads(activate_part)
+
+
+@numba_njit
 def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) -> Any:
+    dgate, dvalue = empty(gate.shape, gate.dtype), empty(gate.shape, gate.dtype)
+    n_parts = count_parts(len(gate), 5 * gate.nbytes)
+    gradients_in_threads(len(gate), n_parts, gate, value, g, beta, cubic, dgate, dvalue)
+    return dgate, dvalue
+
+
+@numba_njit(error_model="numpy")
+def gradients_part(
+    first: int,
+    stop: int,
+    gate: Array,
+    value: Array,
+    g: Array,
+    beta: float,
+    cubic: float,
+    dgate: Array,
+    dvalue: Array,
+) -> None:
     one, three = gate.dtype.type(1), gate.dtype.type(3)
     beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
-    dgate, dvalue = empty(gate.shape, gate.dtype), empty(gate.shape, gate.dtype)
-    for i in range(len(gate)):
+    for i in range(first, stop):
         x = gate[i]
         argument = x + cubic * x * x * x if cubic != 0 else x
         argument_slope = one + three * cubic * x * x if cubic != 0 else one
@@ -80,4 +109,6 @@ def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) ->
         slope = s + activation * (one - s) * beta * argument_slope
         dgate[i] = g[i] * value[i] * slope
         dvalue[i] = g[i] * activation
-    return dgate, dvalue
+
+
+gradients_in_threads = in_threads(gradients_part)

@@ -12,7 +12,8 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
-from pytensor_ml.dispatch.numba.threads import count_threads, in_threads
+from pytensor_ml.dispatch.numba.products import multiply, multiply_vector
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads, thread_count
 from pytensor_ml.layers.half import Widen
 
 Array = np.ndarray
@@ -137,26 +138,35 @@ inner_products_in_threads = in_threads(inner_products)
 weighted_sum_in_threads = in_threads(weighted_sum)
 
 
-@numba_njit
-def product_of_words(rows: Array, W: Array) -> Array:
-    """Return the product of rows of float32 with a weight of words, (n_in, n_out)."""
-    if rows.shape[1] != W.shape[0]:
-        raise ValueError("An affine map got an input that does not fit its weight.")
-    n_out = W.shape[1]
-    product = empty((rows.shape[0], n_out), rows.dtype)
-    n_threads = count_threads(n_out, W.size * W.itemsize)
-    if len(rows) <= FEW_ROWS and W.strides[0] == W.itemsize:
-        words = np.ascontiguousarray(W.T)
-        for i in range(len(rows)):
-            inner_products_in_threads(n_out, n_threads, rows[i], words, product[i])
-    elif len(rows) <= FEW_ROWS:
-        words = np.ascontiguousarray(W)
-        for i in range(len(rows)):
-            weighted_sum_in_threads(n_out, n_threads, rows[i], words, product[i])
-    elif W.strides[0] == W.itemsize:
-        values = widened(np.ascontiguousarray(W.T).reshape(W.size))
-        np.dot(rows, values.reshape((n_out, W.shape[0])).T, product)
-    else:
-        values = widened(np.ascontiguousarray(W).reshape(W.size))
-        np.dot(rows, values.reshape(W.shape), product)
-    return product
+def multiply_by_weight(rows: Array, W: Array, made: Array) -> None:
+    """Fill ``made`` with the product of rows with a weight; compiled by the dtype of the weight."""
+
+
+@overload(multiply_by_weight)
+def overload_multiply_by_weight(rows: Any, W: Any, made: Any) -> Callable:
+    def by_words(rows: Any, W: Any, made: Any) -> Any:
+        if len(rows) > FEW_ROWS:
+            if W.strides[0] == W.itemsize:
+                columns = widened(np.ascontiguousarray(W.T).reshape(W.size)).reshape(W.T.shape)
+                multiply(rows, columns.T, made)
+            else:
+                values = widened(np.ascontiguousarray(W).reshape(W.size)).reshape(W.shape)
+                multiply(rows, values, made)
+        elif W.strides[0] == W.itemsize:
+            columns = np.ascontiguousarray(W.T)
+            n_parts = count_parts(W.shape[1], W.size * W.itemsize)
+            for i in range(len(rows)):
+                inner_products_in_threads(W.shape[1], n_parts, rows[i], columns, made[i])
+        else:
+            words = np.ascontiguousarray(W)
+            n_parts = min(thread_count(), count_parts(W.shape[1], W.size * W.itemsize))
+            for i in range(len(rows)):
+                weighted_sum_in_threads(W.shape[1], n_parts, rows[i], words, made[i])
+
+    def by_floats(rows: Any, W: Any, made: Any) -> Any:
+        if len(rows) == 1:
+            multiply_vector(rows[0], W, made[0])
+        else:
+            multiply(rows, W, made)
+
+    return by_words if W.dtype == types.uint16 else by_floats

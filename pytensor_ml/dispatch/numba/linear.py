@@ -3,8 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
@@ -15,8 +13,8 @@ from pytensor_ml.dispatch.numba.basic import (
     register_kernel,
     rows_of,
 )
-from pytensor_ml.dispatch.numba.half import product_of_words
-from pytensor_ml.dispatch.numba.threads import N_THREADS
+from pytensor_ml.dispatch.numba.half import multiply_by_weight
+from pytensor_ml.dispatch.numba.products import multiply
 from pytensor_ml.layers.linear import LinearLayer, LinearPullback
 
 Array = np.ndarray
@@ -43,7 +41,7 @@ def numba_funcify_linear(op: LinearLayer, node: Apply, **kwargs: Any) -> Any:
         def linear(X: Array, W: Array, b: Array) -> Array:
             return (product(rows_of(X), W) + b).reshape((*X.shape[:-1], W.shape[1]))
 
-    return linear, kernel_key(type(op), len(node.inputs), N_THREADS)
+    return linear, kernel_key(type(op), len(node.inputs))
 
 
 @register_kernel(LinearPullback, covers=has_one_dtype)
@@ -64,35 +62,19 @@ def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any
     return linear_pullback, kernel_key(type(op), len(node.inputs))
 
 
-def product(rows: Array, W: Array) -> Any:
-    """The product of rows with a weight; compiled by the dtype of the weight."""
-
-
-@overload(product)
-def overload_product(rows: Any, W: Any) -> Any:
-    def of_floats(rows: Any, W: Any) -> Any:
-        return product_of_floats(rows, W)
-
-    def of_words(rows: Any, W: Any) -> Any:
-        return product_of_words(rows, W)
-
-    return of_words if W.dtype == types.uint16 else of_floats
-
-
 @numba_njit
-def product_of_floats(rows: Array, W: Array) -> Array:
+def product(rows: Array, W: Array) -> Array:
     if rows.shape[1] != W.shape[0]:
         raise ValueError("An affine map got an input that does not fit its weight.")
-    if rows.shape[0] == 1:
-        # W is read once and nothing else is to do, which the product of matrices is slower at.
-        return np.dot(rows[0], W).reshape((1, W.shape[1]))
-    return multiplied(rows, W)
+    made = empty((rows.shape[0], W.shape[1]), rows.dtype)
+    multiply_by_weight(rows, W, made)
+    return made
 
 
 @numba_njit
 def multiplied(x: Array, y: Array) -> Array:
     made = empty((x.shape[0], y.shape[1]), x.dtype)
-    np.dot(x, y, made)
+    multiply(x, y, made)
     return made
 
 

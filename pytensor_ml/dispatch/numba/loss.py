@@ -14,6 +14,7 @@ from pytensor_ml.dispatch.numba.basic import (
     register_kernel,
     rows_of,
 )
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.loss import CrossEntropyLayer, CrossEntropyPullback
 
 Array = np.ndarray
@@ -71,12 +72,28 @@ def flat_ids(logits: Array, ids: Array) -> Array:
     return np.ascontiguousarray(ids).ravel()
 
 
-@numba_njit(error_model="numpy")
+@numba_njit
 def losses_of_rows(logits: Array, ids: Array, smoothing: float) -> Any:
+    losses, log_sums = np.empty(len(ids), logits.dtype), np.empty(len(ids), logits.dtype)
+    # An exponential takes the time of some bytes.
+    n_parts = count_parts(len(ids), 2 * logits.nbytes)
+    losses_in_threads(len(ids), n_parts, logits, ids, smoothing, losses, log_sums)
+    return losses, log_sums
+
+
+@numba_njit(error_model="numpy")
+def losses_part(
+    first: int,
+    stop: int,
+    logits: Array,
+    ids: Array,
+    smoothing: float,
+    losses: Array,
+    log_sums: Array,
+) -> None:
     dtype = logits.dtype.type
     n = logits.shape[1]
-    losses, log_sums = np.empty(len(ids), logits.dtype), np.empty(len(ids), logits.dtype)
-    for row in range(len(ids)):
+    for row in range(first, stop):
         high = largest(logits[row])
         shift = high if np.isfinite(high) else dtype(0)
         total, shifted = 0.0, 0.0
@@ -95,21 +112,41 @@ def losses_of_rows(logits: Array, ids: Array, smoothing: float) -> Any:
         if smoothing:
             losses[row] -= dtype(smoothing / n) * dtype(shifted)
         log_sums[row] = log_sum + shift
-    return losses, log_sums
 
 
-@numba_njit(error_model="numpy")
+losses_in_threads = in_threads(losses_part)
+
+
+@numba_njit
 def gradients_of_rows(
     logits: Array, ids: Array, log_sums: Array, g: Array, smoothing: float
 ) -> Array:
+    gradient = empty(logits.shape, logits.dtype)
+    n_parts = count_parts(len(ids), 3 * logits.nbytes)
+    gradients_in_threads(len(ids), n_parts, logits, ids, log_sums, g, smoothing, gradient)
+    return gradient
+
+
+@numba_njit(error_model="numpy")
+def gradients_part(
+    first: int,
+    stop: int,
+    logits: Array,
+    ids: Array,
+    log_sums: Array,
+    g: Array,
+    smoothing: float,
+    gradient: Array,
+) -> None:
     dtype = logits.dtype.type
     n = logits.shape[1]
     share, rest = dtype(smoothing / n), dtype(1 - smoothing)
-    gradient = empty(logits.shape, logits.dtype)
-    for row in range(len(ids)):
+    for row in range(first, stop):
         for j in range(n):
             gradient[row, j] = (exp(logits[row, j] - log_sums[row]) - share) * g[row]
         own = ids[row]
         if 0 <= own < n:
             gradient[row, own] = (exp(logits[row, own] - log_sums[row]) - share - rest) * g[row]
-    return gradient
+
+
+gradients_in_threads = in_threads(gradients_part)

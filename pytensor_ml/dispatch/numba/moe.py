@@ -9,6 +9,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of, sigmoid
+from pytensor_ml.dispatch.numba.products import multiply
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
 Array = np.ndarray
@@ -322,12 +323,12 @@ def run_experts(x: Array, ids: Array, weights: Array, gate: Array, up: Array, do
             slots = order[start : min(start + BLOCK, starts[e + 1])]
             n = len(slots)
             gather(x, slots, k, tokens)
-            np.dot(tokens[:n], gate[e], inner[:n])
-            np.dot(tokens[:n], up[e], value[:n])
+            multiply(tokens[:n], gate[e], inner[:n])
+            multiply(tokens[:n], up[e], value[:n])
             for r in range(n):
                 for h in range(inner.shape[1]):
                     inner[r, h] *= sigmoid(inner[r, h]) * value[r, h]
-            np.dot(inner[:n], down[e], outputs[:n])
+            multiply(inner[:n], down[e], outputs[:n])
             for r in range(n):
                 weight = slot_weights[slots[r]]
                 token = slots[r] // k
@@ -360,9 +361,9 @@ def pull_back_experts(
             continue
         gather(x, slots, k, tokens)
         gather(g, slots, k, dy)
-        np.dot(tokens[:n], gate[e], inner[:n])
-        np.dot(tokens[:n], up[e], value[:n])
-        np.dot(dy[:n], down[e].T, dhidden[:n])
+        multiply(tokens[:n], gate[e], inner[:n])
+        multiply(tokens[:n], up[e], value[:n])
+        multiply(dy[:n], down[e].T, dhidden[:n])
         for r in range(n):
             weight = slot_weights[slots[r]]
             dweight = 0.0
@@ -378,11 +379,11 @@ def pull_back_experts(
             dweights[slots[r]] = dweight
             for d in range(dy.shape[1]):
                 dy[r, d] *= weight
-        np.dot(hidden[:n].T, dy[:n], ddown[e])
-        np.dot(tokens[:n].T, inner[:n], dgate[e])
-        np.dot(tokens[:n].T, value[:n], dup[e])
+        multiply(hidden[:n].T, dy[:n], ddown[e])
+        multiply(tokens[:n].T, inner[:n], dgate[e])
+        multiply(tokens[:n].T, value[:n], dup[e])
         for gradient, parameter in ((inner, gate), (value, up)):
-            np.dot(gradient[:n], parameter[e].T, dtokens[:n])
+            multiply(gradient[:n], parameter[e].T, dtokens[:n])
             for r in range(n):
                 token = slots[r] // k
                 for d in range(dx.shape[1]):

@@ -12,6 +12,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -148,28 +149,65 @@ def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     return made
 
 
-@numba_njit(error_model="numpy")
+@numba_njit
 def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
-    rows, n = x.shape
     y = empty(x.shape, x.dtype)
-    for row in range(rows):
+    rms_norm_in_threads(len(x), count_parts(len(x), 2 * x.nbytes), x, scale, epsilon, y)
+    return y
+
+
+@numba_njit(error_model="numpy")
+def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float, y: Array) -> None:
+    n = x.shape[1]
+    for row in range(first, stop):
         xx = 0.0
         for i in range(n):
             xx += np.float64(x[row, i]) * np.float64(x[row, i])
         r = x.dtype.type(1 / np.sqrt(xx / n + epsilon))
         for i in range(n):
             y[row, i] = x[row, i] * r * scale[i]
-    return y
 
 
-@numba_njit(error_model="numpy")
+rms_norm_in_threads = in_threads(rms_norm_part)
+
+
+@numba_njit
 def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
-    rows, n = x.shape
     if dy.shape != x.shape:
         raise ValueError("A norm got a gradient of another shape than its input.")
     dx = empty(x.shape, x.dtype)
-    dscale = np.zeros(n)
-    for row in range(rows):
+    n_parts = count_parts(len(x), 3 * x.nbytes)
+    # A row a thread: where it would add to, others do too.
+    dscales = np.zeros((n_parts, x.shape[1]))
+    per_part = -(-len(x) // n_parts)
+    rms_norm_pullback_in_threads(n_parts, n_parts, x, dy, scale, epsilon, per_part, dx, dscales)
+    return dx, total_of_rows(dscales)
+
+
+@numba_njit
+def total_of_rows(x: Array) -> Array:
+    total = x[0].copy()
+    for row in range(1, len(x)):
+        for i in range(len(total)):
+            total[i] += x[row, i]
+    return total
+
+
+@numba_njit(error_model="numpy")
+def rms_norm_pullback_part(
+    part: int,
+    _: int,
+    x: Array,
+    dy: Array,
+    scale: Array,
+    epsilon: float,
+    per_part: int,
+    dx: Array,
+    dscales: Array,
+) -> None:
+    n = x.shape[1]
+    dscale = dscales[part]
+    for row in range(part * per_part, min((part + 1) * per_part, len(x))):
         xx = 0.0
         gx = 0.0
         for i in range(n):
@@ -182,7 +220,9 @@ def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) ->
             normalized = x[row, i] * r
             dscale[i] += dy[row, i] * normalized
             dx[row, i] = r * (dy[row, i] * scale[i] - normalized * mean)
-    return dx, dscale
+
+
+rms_norm_pullback_in_threads = in_threads(rms_norm_pullback_part)
 
 
 @numba_njit(error_model="numpy")

@@ -9,6 +9,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
     ApplyRotary,
@@ -19,6 +20,7 @@ from pytensor_ml.layers.positional import (
 from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 
 Array = np.ndarray
+
 
 LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
@@ -93,6 +95,14 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
     rotate_rows = rotate_halves if op.pairing == "half" else rotate_neighbors
 
     @numba_njit
+    def rotate(first: int, stop: int, x: Array, cos: Array, sin: Array, y: Array) -> None:
+        for item in range(first, stop):
+            b, h = item // x.shape[1], item % x.shape[1]
+            rotate_rows(x[b, h], cos[b], sin[b], y[b, h])
+
+    rotate_in_threads = in_threads(rotate)
+
+    @numba_njit
     def apply_rotary(x: Array, table: Array) -> Array:
         n_steps, n_channels = x.shape[-2:]
         n_batch, n_heads = 1, 1
@@ -106,16 +116,16 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
         rows = np.ascontiguousarray(x).reshape((n_batch, n_heads, n_steps, n_channels))
         angles = np.ascontiguousarray(table).reshape((n_batch, n_steps, n_pairs, 2))
         y = empty(rows.shape, rows.dtype)
-        cos = np.empty((n_steps, n_pairs), dtype)
-        sin = np.empty((n_steps, n_pairs), dtype)
+        cos = np.empty((n_batch, n_steps, n_pairs), dtype)
+        sin = np.empty((n_batch, n_steps, n_pairs), dtype)
+        # Not by slices: assigning to one takes Numba ten seconds to compile.
         for b in range(n_batch):
-            # Not by slices: assigning to one takes Numba ten seconds to compile.
             for s in range(n_steps):
                 for i in range(n_pairs):
-                    cos[s, i] = angles[b, s, i, 0]
-                    sin[s, i] = angles[b, s, i, 1] * sign
-            for h in range(n_heads):
-                rotate_rows(rows[b, h], cos, sin, y[b, h])
+                    cos[b, s, i] = angles[b, s, i, 0]
+                    sin[b, s, i] = angles[b, s, i, 1] * sign
+        n_items = n_batch * n_heads
+        rotate_in_threads(n_items, count_parts(n_items, 2 * x.nbytes), rows, cos, sin, y)
         return y.reshape(x.shape)
 
     key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)

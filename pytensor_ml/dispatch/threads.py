@@ -1,0 +1,283 @@
+"""Threads for compiled code, the same ones for all kernels of a process.
+
+There are as many as SciPy's OpenBLAS has, in whose place they work: its own are told to rest while
+these run, as two sets would wait for each other's processors. Where SciPy has another BLAS, there
+are none. A forked process starts its own; PyMC forks one for each chain.
+
+Compiled code calls ``pytensor_ml_run(work, argument, n_parts)``, which calls
+``work(argument, part)`` once for each part below ``n_parts``, in any order, and returns when all
+have returned, and ``pytensor_ml_count_threads()``. Both are symbols for LLVM; C takes their
+addresses from here.
+"""
+
+import ctypes
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.typing import signature
+from numba.extending import intrinsic, register_jitable
+from pytensor.configdefaults import config
+from pytensor.link.numba.cache import compile_numba_function_src
+from scipy.linalg import cython_blas
+
+# What the threads have in common, as places in STATE; what changes often has a line of the
+# processor's cache to itself. A ticket is 2^32 times the number of a job, plus its next part: a
+# part is taken only of the very job whose work was read.
+TICKET, N_DONE, N_ASLEEP, IS_BUSY = 0, 8, 16, 24
+WORK, ARGUMENT, N_PARTS, N_THREADS, N_STARTED, PROCESS, HANDLE = range(32, 39)
+LOCK, WAKE = 40, 56
+STATE = np.zeros(72, np.int64)
+
+NEXT_JOB = 2**32
+NO_PART = 2**32 - 1
+MAX_THREADS = 64
+
+# How often a thread looks for work, or lets another run, before it sleeps: for 0.1 ms or so.
+PATIENCE = 300
+
+
+def _blas_function(name: str) -> int | None:
+    """Return the address of a function of the OpenBLAS that SciPy has, if it has one."""
+    library = ctypes.CDLL(cython_blas.__file__)
+    for prefix in ("scipy_openblas_", "openblas_"):
+        function = getattr(library, prefix + name, None)
+        if function is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+def _has_threads() -> bool:
+    """Return whether SciPy's BLAS is an OpenBLAS with threads of its own, not of OpenMP."""
+    address = _blas_function("get_parallel") if sys.platform != "win32" else None
+    return address is not None and ctypes.CFUNCTYPE(ctypes.c_int)(address)() == 1
+
+
+HAS_THREADS = _has_threads()
+
+pthread_create = types.ExternalFunction("pthread_create", signature(types.int32, *[types.intp] * 4))
+pthread_mutex_init = types.ExternalFunction(
+    "pthread_mutex_init", signature(types.int32, types.intp, types.intp)
+)
+pthread_mutex_lock = types.ExternalFunction(
+    "pthread_mutex_lock", signature(types.int32, types.intp)
+)
+pthread_mutex_unlock = types.ExternalFunction(
+    "pthread_mutex_unlock", signature(types.int32, types.intp)
+)
+pthread_cond_init = types.ExternalFunction(
+    "pthread_cond_init", signature(types.int32, types.intp, types.intp)
+)
+pthread_cond_wait = types.ExternalFunction(
+    "pthread_cond_wait", signature(types.int32, types.intp, types.intp)
+)
+pthread_cond_broadcast = types.ExternalFunction(
+    "pthread_cond_broadcast", signature(types.int32, types.intp)
+)
+getpid = types.ExternalFunction("getpid", signature(types.int32))
+sched_yield = types.ExternalFunction("sched_yield", signature(types.int32))
+get_blas_threads = types.ExternalFunction("pytensor_ml_get_blas_threads", signature(types.int32))
+set_blas_threads = types.ExternalFunction(
+    "pytensor_ml_set_blas_threads", signature(types.void, types.int32)
+)
+
+WORD = ir.IntType(64)
+POINTER = ir.IntType(8).as_pointer()
+
+
+def _symbol(builder: Any, name: str) -> Any:
+    """Return the address of what has a name."""
+    found = builder.module.globals.get(name)
+    if found is None:
+        found = ir.GlobalVariable(builder.module, ir.IntType(8), name)
+    return builder.ptrtoint(found, WORD)
+
+
+def _place(builder: Any, place: Any) -> Any:
+    address = builder.add(_symbol(builder, "pytensor_ml_thread_state"), builder.mul(place, WORD(8)))
+    return builder.inttoptr(address, WORD.as_pointer())
+
+
+@intrinsic
+def address_of(typing_context: Any, place: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        return builder.ptrtoint(_place(builder, values[0]), WORD)
+
+    return types.intp(types.intp), generate
+
+
+@intrinsic
+def address_of_serve(typing_context: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        return _symbol(builder, "pytensor_ml_serve")
+
+    return types.intp(), generate
+
+
+@intrinsic
+def get(typing_context: Any, place: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        return builder.load_atomic(_place(builder, values[0]), "seq_cst", 8)
+
+    return types.int64(types.intp), generate
+
+
+@intrinsic
+def put(typing_context: Any, place: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        builder.store_atomic(values[1], _place(builder, values[0]), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.int64), generate
+
+
+@intrinsic
+def increase(typing_context: Any, place: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", _place(builder, values[0]), values[1], "seq_cst")
+
+    return types.int64(types.intp, types.int64), generate
+
+
+@intrinsic
+def replace(typing_context: Any, place: Any, expected: Any, value: Any) -> Any:
+    """Put a value where the expected one is, and tell whether it was."""
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        place, expected, value = values
+        result = builder.cmpxchg(_place(builder, place), expected, value, "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
+
+    return types.boolean(types.intp, types.int64, types.int64), generate
+
+
+@intrinsic
+def call(typing_context: Any, work: Any, argument: Any, part: Any) -> Any:
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        work, argument, part = values
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD]).as_pointer()
+        builder.call(builder.inttoptr(work, kind), [builder.inttoptr(argument, POINTER), part])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@register_jitable
+def has_part() -> bool:
+    return get(TICKET) % NEXT_JOB < get(N_PARTS)
+
+
+@register_jitable
+def take_parts(own: int) -> None:
+    """Do parts of the job at hand until none is left."""
+    while own < get(N_THREADS):
+        ticket = get(TICKET)
+        work, argument, n_parts = get(WORK), get(ARGUMENT), get(N_PARTS)
+        if ticket % NEXT_JOB >= n_parts:
+            break
+        if replace(TICKET, ticket, ticket + 1):
+            call(work, argument, ticket % NEXT_JOB)
+            increase(N_DONE, 1)
+
+
+def serve(own: int) -> int:
+    """Be a thread."""
+    while True:
+        turn = 0
+        while turn < PATIENCE:
+            if own < get(N_THREADS) and has_part():
+                take_parts(own)
+                turn = 0
+            sched_yield()
+            turn += 1
+        pthread_mutex_lock(address_of(LOCK))
+        increase(N_ASLEEP, 1)
+        while own >= get(N_THREADS) or not has_part():
+            pthread_cond_wait(address_of(WAKE), address_of(LOCK))
+        increase(N_ASLEEP, -1)
+        pthread_mutex_unlock(address_of(LOCK))
+    return 0
+
+
+@register_jitable
+def start_threads(n_threads: int) -> None:
+    """Start what is missing."""
+    if get(PROCESS) != getpid():
+        # The first job of this process, to which a fork left the state of another's threads.
+        pthread_mutex_init(address_of(LOCK), 0)
+        pthread_cond_init(address_of(WAKE), 0)
+        put(N_ASLEEP, 0)
+        put(N_STARTED, 1)
+        put(PROCESS, getpid())
+    while get(N_STARTED) < n_threads:
+        if pthread_create(address_of(HANDLE), 0, address_of_serve(), get(N_STARTED)) != 0:
+            break
+        increase(N_STARTED, 1)
+
+
+def run(work: int, argument: int, n_parts: int) -> None:
+    n_threads = get_blas_threads() if HAS_THREADS else 1
+    if HAS_THREADS and n_parts > 1 and n_threads > 1 and replace(IS_BUSY, 0, 1):
+        start_threads(n_threads)
+        set_blas_threads(1)
+        job = (get(TICKET) // NEXT_JOB + 1) % (NEXT_JOB // 2) * NEXT_JOB
+        put(TICKET, job + NO_PART)
+        put(WORK, work)
+        put(ARGUMENT, argument)
+        put(N_PARTS, n_parts)
+        put(N_THREADS, n_threads)
+        put(N_DONE, 0)
+        put(TICKET, job)
+        if get(N_ASLEEP) > 0:
+            pthread_mutex_lock(address_of(LOCK))
+            pthread_cond_broadcast(address_of(WAKE))
+            pthread_mutex_unlock(address_of(LOCK))
+        take_parts(0)
+        while get(N_DONE) < n_parts:
+            sched_yield()
+        set_blas_threads(n_threads)
+        put(IS_BUSY, 0)
+    else:
+        # Alone, in a part of a job, or beside another thread of Python's.
+        for part in range(n_parts):
+            call(work, argument, part)
+
+
+def count_threads() -> int:
+    return get_blas_threads() if HAS_THREADS else 1
+
+
+def _compiled(function: Any, kind: Any) -> int:
+    """Return the address of a function for C, cached with PyTensor's."""
+    made = CFunc(function, (kind.args, kind.return_type), {}, {})
+    if config.numba__cache:
+        name = function.__name__
+        key = sha256(Path(__file__).read_bytes() + bytes(HAS_THREADS)).hexdigest()
+        made._cache = FunctionCache(
+            compile_numba_function_src(
+                f"def {name}(): pass", name, {"__name__": __name__}, cache_key=f"{key}_{name}"
+            )
+        )
+    made.compile()
+    # For as long as the process lives, as its code.
+    _functions.append(made)
+    return made.address
+
+
+_functions: list[Any] = []
+
+binding.add_symbol("pytensor_ml_thread_state", STATE.ctypes.data)
+if HAS_THREADS:
+    binding.add_symbol("pytensor_ml_get_blas_threads", _blas_function("get_num_threads"))
+    binding.add_symbol("pytensor_ml_set_blas_threads", _blas_function("set_num_threads"))
+    binding.add_symbol("pytensor_ml_serve", _compiled(serve, types.intp(types.intp)))
+RUN = _compiled(run, types.void(types.intp, types.intp, types.intp))
+COUNT_THREADS = _compiled(count_threads, types.intp())
+binding.add_symbol("pytensor_ml_run", RUN)
+binding.add_symbol("pytensor_ml_count_threads", COUNT_THREADS)
