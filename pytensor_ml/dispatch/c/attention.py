@@ -236,6 +236,12 @@ bool allocate(PyArrayObject*& out, const Array4<T>& like, npy_intp width) {
     return out != NULL;
 }
 
+// How many bytes could be read and written in the time of attention.
+template <typename T>
+npy_intp cost(const Array4<T>& q, const Array4<T>& k) {
+    return q.shape[0] * q.shape[1] * q.shape[2] * q.shape[3] * k.shape[2];
+}
+
 // Which keys some query of a batch row sees; nothing without a mask.
 template <typename M>
 std::vector<char> seen_keys(const Array4<M>& mask, npy_intp b, npy_intp n_queries, npy_intp n_keys,
@@ -256,17 +262,21 @@ bool attention(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObje
                PyArrayObject*& Y, const Settings& s) {
     const Array4<T> q(Q), k(K), v(V);
     const Array4<M> mask(Mask);
-    if (!Blas<T>::gemm() || !shapes_match(q, k, v) || !mask_matches(mask, q, k) ||
+    if (!can_multiply<T>() || !shapes_match(q, k, v) || !mask_matches(mask, q, k) ||
         !allocate(Y, q, v.shape[3]))
         return false;
     const Array4<T> y(Y);
     const npy_intp group = q.shape[1] / k.shape[1];
     const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
     const npy_intp n_queries = q.shape[2], n_keys = k.shape[2], d = k.shape[3], dv = v.shape[3];
-    std::vector<T> key_scratch, value_scratch, rows, scores, factor, mixed;
-    for (npy_intp b = 0; b < q.shape[0]; ++b) {
-        const std::vector<char> seen = seen_keys(mask, b, n_queries, n_keys, s);
-        for (npy_intp h = 0; h < k.shape[1]; ++h) {
+    const npy_intp n_items = k.shape[0] * k.shape[1];
+    const npy_intp n_parts = count_parts(n_items, cost(q, k));
+    return in_threads(n_items, n_parts, [&](npy_intp first, npy_intp last) {
+        std::vector<T> key_scratch, value_scratch, rows, scores, factor, mixed;
+        std::vector<char> seen;
+        for (npy_intp item = first; item < last; ++item) {
+            const npy_intp b = item / k.shape[1], h = item % k.shape[1];
+            if (item == first || h == 0) seen = seen_keys(mask, b, n_queries, n_keys, s);
             const T* keys = k.head(b, h, n_keys, seen, key_scratch);
             const T* values = v.head(b, h, n_keys, seen, value_scratch);
             for (npy_intp i = 0; i < n_queries; i += per_block) {
@@ -287,8 +297,7 @@ bool attention(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObje
                 block.scatter(mixed, factor, y);
             }
         }
-    }
-    return true;
+    });
 }
 
 template <typename T, typename M>
@@ -296,7 +305,7 @@ bool cached(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObject*
             PyArrayObject* Values, PyArrayObject* Length, PyArrayObject* Start, PyArrayObject*& Y,
             const Settings& s) {
     const Array4<T> q(Q), k(K), v(V), cached_keys(Keys), cached_values(Values);
-    if (!Blas<T>::gemm() || !shapes_match(q, k, v) || !allocate(Y, q, v.shape[3])) return false;
+    if (!can_multiply<T>() || !shapes_match(q, k, v) || !allocate(Y, q, v.shape[3])) return false;
     const Array4<T> y(Y);
     const npy_intp n_old = *(npy_int64*)PyArray_DATA(Length), n_new = q.shape[2];
     if (n_old < 0 || n_old > cached_keys.shape[2])
@@ -351,7 +360,7 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
               PyArrayObject** DMask, const Settings& s) {
     const Array4<T> q(Q), k(K), v(V), g(G);
     const Array4<M> mask(Mask);
-    if (!Blas<T>::gemm() || !shapes_match(q, k, v) || !mask_matches(mask, q, k)) return false;
+    if (!can_multiply<T>() || !shapes_match(q, k, v) || !mask_matches(mask, q, k)) return false;
     if (!std::equal(q.shape, q.shape + 3, g.shape) || g.shape[3] != v.shape[3])
         return fail("Attention got a gradient whose shape differs from its output's.");
     if (!allocate(DQ, q, q.shape[3]) || !allocate(DK, k, k.shape[3]) ||
@@ -360,21 +369,27 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
     const Array4<T> dq(DQ);
     T* const dk = (T*)PyArray_DATA(DK);
     T* const dv = (T*)PyArray_DATA(DV);
-    std::fill_n(dk, PyArray_SIZE(DK), T(0));
-    std::fill_n(dv, PyArray_SIZE(DV), T(0));
     // Broadcast entries are long sums.
     std::vector<double> dmask(DMask ? PyArray_SIZE(*DMask) : 0);
     const npy_intp group = q.shape[1] / k.shape[1];
     const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
     const npy_intp n_queries = q.shape[2], n_keys = k.shape[2], d = k.shape[3], d_v = v.shape[3];
-    std::vector<T> key_scratch, value_scratch, rows, dy, weights, capped, dscores, factor, drows;
-    for (npy_intp b = 0; b < q.shape[0]; ++b) {
-        const std::vector<char> seen = seen_keys(mask, b, n_queries, n_keys, s);
-        for (npy_intp h = 0; h < k.shape[1]; ++h) {
+    const npy_intp n_items = k.shape[0] * k.shape[1];
+    // Heads may share a mask, whose gradient is then a sum over them.
+    const npy_intp n_parts = DMask ? 1 : count_parts(n_items, 2 * cost(q, k));
+    const auto work = [&](npy_intp first, npy_intp last) {
+        std::vector<T> key_scratch, value_scratch, rows, dy, weights, capped, dscores, factor;
+        std::vector<T> drows;
+        std::vector<char> seen;
+        for (npy_intp item = first; item < last; ++item) {
+            const npy_intp b = item / k.shape[1], h = item % k.shape[1];
+            if (item == first || h == 0) seen = seen_keys(mask, b, n_queries, n_keys, s);
             const T* keys = k.head(b, h, n_keys, seen, key_scratch);
             const T* values = v.head(b, h, n_keys, seen, value_scratch);
-            T* const dkeys = dk + (b * k.shape[1] + h) * n_keys * d;
-            T* const dvalues = dv + (b * k.shape[1] + h) * n_keys * d_v;
+            T* const dkeys = dk + item * n_keys * d;
+            T* const dvalues = dv + item * n_keys * d_v;
+            std::fill_n(dkeys, n_keys * d, T(0));
+            std::fill_n(dvalues, n_keys * d_v, T(0));
             for (npy_intp i = 0; i < n_queries; i += per_block) {
                 const Block block = {b, h * group, group, i, std::min(per_block, n_queries - i),
                                      n_keys - n_queries + i};
@@ -426,7 +441,8 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
                             T(1), dvalues + low * d_v, d_v);
             }
         }
-    }
+    };
+    if (!in_threads(n_items, n_parts, work)) return false;
     for (size_t j = 0; j < dmask.size(); ++j) ((M*)PyArray_DATA(*DMask))[j] = M(dmask[j]);
     return true;
 }

@@ -8,6 +8,7 @@ from pytensor.graph.op import Op
 from pytensor.link.c.op import COp
 
 from pytensor_ml.base import LayerOp
+from pytensor_ml.dispatch.c.threads import THREADS
 
 
 @singledispatch
@@ -87,16 +88,23 @@ inline T sigmoid(T x) {
 # to link to. What is to be vectorized sums in lanes, since the compiler may not reorder a sum.
 PRODUCTS = (
     EXPONENTIAL
+    + THREADS
     + r"""
-#include <algorithm>
 #include <limits>
 #include <vector>
 
 namespace pytensor_ml_products {
 
 using pytensor_ml_exponential::exponential;
+using pytensor_ml_threads::count_parts;
+using pytensor_ml_threads::count_threads;
+using pytensor_ml_threads::in_threads;
 
 const npy_intp LANES = 16;
+
+// As on Numba: rows or columns that a part of a product is a multiple of, as OpenBLAS computes so
+// many at once, and multiplications that take as long as another thread takes to begin.
+const npy_intp TILE = 64, LEAST_PRODUCTS = 1 << 20;
 
 inline bool fail(const char* message) {
     PyErr_SetString(PyExc_ValueError, message);
@@ -144,6 +152,12 @@ struct Blas {
     }
 };
 
+// Finds what products need, or sets an error. A kernel does so before it multiplies.
+template <typename T>
+bool can_multiply() {
+    return Blas<T>::gemm() && Blas<T>::gemv() && pytensor_ml_threads::find_threads();
+}
+
 // A row-major matrix that may be the transpose of what lies in memory.
 template <typename T>
 struct Matrix {
@@ -162,16 +176,61 @@ void multiply(npy_intp m, npy_intp n, npy_intp k, Matrix<T> a, Matrix<T> b,
             for (npy_intp i = 0; i < m; ++i) std::fill_n(out + i * out_stride, n, T(0));
         return;
     }
-    int rows = int(m), columns = int(n), inner = int(k);
-    int a_stride = int(std::max(a.stride, npy_intp(1)));
-    int b_stride = int(std::max(b.stride, npy_intp(1)));
-    int stride = int(std::max(out_stride, npy_intp(1)));
-    T alpha = 1;
-    // Fortran's columns are our rows, so it forms the transpose, b a.
-    Blas<T>::gemm()(const_cast<char*>(b.transposed ? "T" : "N"),
-                    const_cast<char*>(a.transposed ? "T" : "N"),
-                    &columns, &rows, &inner, &alpha, const_cast<T*>(b.data), &b_stride,
-                    const_cast<T*>(a.data), &a_stride, &beta, out, &stride);
+    const bool by_rows = m >= n;
+    const npy_intp n_tiles = (std::max(m, n) + TILE - 1) / TILE;
+    const npy_intp n_parts = m * n * k < LEAST_PRODUCTS ? 1 : std::min(count_threads(), n_tiles);
+    in_threads(n_tiles, n_parts, [=](npy_intp first, npy_intp stop) {
+        first *= TILE;
+        stop = std::min(stop * TILE, by_rows ? m : n);
+        const T *own_a = a.data, *own_b = b.data;
+        if (by_rows)
+            own_a += first * (a.transposed ? 1 : a.stride);
+        else
+            own_b += first * (b.transposed ? b.stride : 1);
+        int rows = int(by_rows ? stop - first : m), columns = int(by_rows ? n : stop - first);
+        int inner = int(k);
+        int a_stride = int(std::max(a.stride, npy_intp(1)));
+        int b_stride = int(std::max(b.stride, npy_intp(1)));
+        int stride = int(std::max(out_stride, npy_intp(1)));
+        T alpha = 1, kept = beta;
+        // Fortran's columns are our rows, so it forms the transpose, b a.
+        Blas<T>::gemm()(const_cast<char*>(b.transposed ? "T" : "N"),
+                        const_cast<char*>(a.transposed ? "T" : "N"),
+                        &columns, &rows, &inner, &alpha, const_cast<T*>(own_b), &b_stride,
+                        const_cast<T*>(own_a), &a_stride, &kept,
+                        out + first * (by_rows ? out_stride : 1), &stride);
+    });
+}
+
+// y = x w, for one row, where w is (n_in, n_out) and without gaps. The weight is read once and
+// nothing else is to do, which the product of matrices is slower at.
+template <typename T>
+void multiply_vector(npy_intp n_in, npy_intp n_out, const T* x, Matrix<T> w, T* y) {
+    std::fill_n(y, n_out, T(0));
+    if (n_in == 0 || n_out == 0) return;
+    const npy_intp n_bytes = n_in * n_out * npy_intp(sizeof(T));
+    const npy_intp n_parts =
+        std::max(std::min({count_threads(), n_bytes / pytensor_ml_threads::LEAST_BYTES, n_in,
+                           n_out}), npy_intp(1));
+    // Each thread reads whole rows of the memory, which is faster, and adds to a sum of its own.
+    std::vector<T> sums(w.transposed ? 0 : (n_parts - 1) * n_out);
+    T* const other_sums = sums.data();
+    in_threads(n_parts, n_parts, [=](npy_intp part, npy_intp stop) {
+        for (; part < stop; ++part) {
+            const npy_intp n = w.transposed ? n_out : n_in;
+            const npy_intp first = n * part / n_parts;
+            int columns = int(w.transposed ? n_in : n_out);
+            int rows = int(n * (part + 1) / n_parts - first), stride = int(w.stride), one = 1;
+            T unit = 1;
+            T* const sum = w.transposed ? y + first
+                           : part == 0  ? y
+                                        : other_sums + (part - 1) * n_out;
+            Blas<T>::gemv()(const_cast<char*>(w.transposed ? "T" : "N"), &columns, &rows, &unit,
+                            const_cast<T*>(w.data + first * w.stride), &stride,
+                            const_cast<T*>(w.transposed ? x : x + first), &one, &unit, sum, &one);
+        }
+    });
+    for (size_t i = 0; i < sums.size(); ++i) y[i % n_out] += sums[i];
 }
 
 template <typename T>

@@ -6,6 +6,7 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
 from pytensor_ml.dispatch.c.basic import EXPONENTIAL, CKernel, c_funcify
+from pytensor_ml.dispatch.c.threads import THREADS
 from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
 
 
@@ -44,10 +45,12 @@ class GatedActivationKernel(CKernel):
 
 SUPPORT_CODE = (
     EXPONENTIAL
+    + THREADS
     + r"""
 namespace pytensor_ml_gated {
 
 using pytensor_ml_exponential::sigmoid;
+using namespace pytensor_ml_threads;
 
 // An array's items one after another, copied if they are scattered.
 template <typename T>
@@ -82,37 +85,42 @@ inline T argument(T x, T cubic) {
 
 template <typename T>
 bool activate(PyArrayObject* gate, PyArrayObject* value, PyArrayObject*& out, T beta, T cubic) {
-    if (!same_shape(gate, value) || !make_like(gate, out)) return false;
+    if (!find_threads() || !same_shape(gate, value) || !make_like(gate, out)) return false;
     const Items<T> gates(gate), values(value);
     if (!gates.array || !values.array) return false;
     const T *x = gates.data(), *v = values.data();
-    T* __restrict__ y = (T*)PyArray_DATA(out);
+    T* const all_y = (T*)PyArray_DATA(out);
     const npy_intp n = PyArray_SIZE(gate);
-    for (npy_intp i = 0; i < n; ++i)
-        y[i] = x[i] * sigmoid(beta * argument(x[i], cubic)) * v[i];
-    return true;
+    const npy_intp n_parts = count_parts(n, 3 * n * npy_intp(sizeof(T)));
+    return in_threads(n, n_parts, [=](npy_intp first, npy_intp stop) {
+        T* __restrict__ y = all_y;
+        for (npy_intp i = first; i < stop; ++i)
+            y[i] = x[i] * sigmoid(beta * argument(x[i], cubic)) * v[i];
+    });
 }
 
 template <typename T>
 bool pull_back(PyArrayObject* gate, PyArrayObject* value, PyArrayObject* gradient,
                PyArrayObject*& dgate, PyArrayObject*& dvalue, T beta, T cubic) {
-    if (!same_shape(gate, value) || !same_shape(gate, gradient)) return false;
+    if (!find_threads() || !same_shape(gate, value) || !same_shape(gate, gradient)) return false;
     if (!make_like(gate, dgate) || !make_like(gate, dvalue)) return false;
     const Items<T> gates(gate), values(value), gradients(gradient);
     if (!gates.array || !values.array || !gradients.array) return false;
     const T *x = gates.data(), *v = values.data(), *g = gradients.data();
-    T* __restrict__ dx = (T*)PyArray_DATA(dgate);
-    T* __restrict__ dv = (T*)PyArray_DATA(dvalue);
+    T *const all_dx = (T*)PyArray_DATA(dgate), *const all_dv = (T*)PyArray_DATA(dvalue);
     const npy_intp n = PyArray_SIZE(gate);
-    for (npy_intp i = 0; i < n; ++i) {
-        const T s = sigmoid(beta * argument(x[i], cubic));
-        const T activation = x[i] * s;
-        const T argument_slope = cubic != 0 ? 1 + 3 * cubic * x[i] * x[i] : T(1);
-        const T slope = s + activation * (1 - s) * beta * argument_slope;
-        dx[i] = g[i] * v[i] * slope;
-        dv[i] = g[i] * activation;
-    }
-    return true;
+    const npy_intp n_parts = count_parts(n, 5 * n * npy_intp(sizeof(T)));
+    return in_threads(n, n_parts, [=](npy_intp first, npy_intp stop) {
+        T *__restrict__ dx = all_dx, *__restrict__ dv = all_dv;
+        for (npy_intp i = first; i < stop; ++i) {
+            const T s = sigmoid(beta * argument(x[i], cubic));
+            const T activation = x[i] * s;
+            const T argument_slope = cubic != 0 ? 1 + 3 * cubic * x[i] * x[i] : T(1);
+            const T slope = s + activation * (1 - s) * beta * argument_slope;
+            dx[i] = g[i] * v[i] * slope;
+            dv[i] = g[i] * activation;
+        }
+    });
 }
 
 }

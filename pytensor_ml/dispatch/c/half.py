@@ -1,9 +1,6 @@
 """C code for float16 words."""
 
 HALF = r"""
-#include <cstdlib>
-#include <system_error>
-#include <thread>
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -65,41 +62,20 @@ const npy_intp WORDS_AHEAD = 8192, WORDS_IN_LINE = 32;
 // For so few rows reading words again costs less than writing their values and reading those.
 const npy_intp FEW_ROWS = 4;
 
-// To make and end a thread takes half the time in which this is read.
-const npy_intp LEAST_BYTES = 1 << 19;
-
-inline npy_intp count_threads(npy_intp n_rows, npy_intp n_bytes) {
-    const char* asked = std::getenv("OMP_NUM_THREADS");
-    const npy_intp most = asked ? npy_intp(std::atoi(asked))
-                                : npy_intp(std::thread::hardware_concurrency());
-    return std::max(std::min({most, n_rows, n_bytes / LEAST_BYTES}), npy_intp(1));
-}
-
-// The inner products of x with n_rows rows, in threads that end with the call: others would be
-// missing in a forked process, and PyMC forks its chains.
+// The inner products of x with n_rows rows.
 inline void inner_products(npy_intp n_rows, const float* x, npy_intp n, const npy_uint16* words,
                            float* y) {
-    const auto work = [=](npy_intp first, npy_intp stop) {
-        for (npy_intp row = first; row < stop; ++row) {
-            const npy_uint16* own = words + row * n;
-            for (npy_intp i = 0; i < n; i += WORDS_IN_LINE)
-                PYTENSOR_ML_PREFETCH(own + i + WORDS_AHEAD);
-            y[row] = inner_product(x, own, n);
-        }
-    };
-    const npy_intp n_parts = count_threads(n_rows, n_rows * n * npy_intp(sizeof(*words)));
-    std::vector<std::thread> threads;
-    threads.reserve(n_parts);
-    npy_intp made = 1;
-    try {
-        for (; made < n_parts; ++made)
-            threads.emplace_back(work, made * n_rows / n_parts, (made + 1) * n_rows / n_parts);
-    } catch (const std::system_error&) {
-        // There are no more threads to have; what is left is done here.
-    }
-    work(0, n_rows / n_parts);
-    work(made * n_rows / n_parts, n_rows);
-    for (std::thread& thread : threads) thread.join();
+    const npy_intp n_bytes = n_rows * n * npy_intp(sizeof(*words));
+    pytensor_ml_threads::in_threads(
+        n_rows, pytensor_ml_threads::count_parts(n_rows, n_bytes),
+        [=](npy_intp first, npy_intp stop) {
+            for (npy_intp row = first; row < stop; ++row) {
+                const npy_uint16* own = words + row * n;
+                for (npy_intp i = 0; i < n; i += WORDS_IN_LINE)
+                    PYTENSOR_ML_PREFETCH(own + i + WORDS_AHEAD);
+                y[row] = inner_product(x, own, n);
+            }
+        });
 }
 
 }

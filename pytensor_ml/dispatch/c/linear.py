@@ -101,7 +101,7 @@ bool prepare(PyArrayObject* X, const Rows<T>& x, const Rows<U>& w, PyArrayObject
         return fail("An affine map got an input or a bias that does not fit its weight.");
     std::vector<npy_intp> shape(PyArray_DIMS(X), PyArray_DIMS(X) + PyArray_NDIM(X));
     shape.back() = w.columns;
-    return Blas<T>::gemm() && Blas<T>::gemv() && allocate(shape.size(), shape.data(), X, Y);
+    return can_multiply<T>() && allocate(shape.size(), shape.data(), X, Y);
 }
 
 template <typename T>
@@ -140,19 +140,10 @@ bool run(PyArrayObject* X, PyArrayObject* W, PyArrayObject* b, PyArrayObject*& Y
     const Rows<T> x(X), w(W);
     if (!prepare(X, x, w, b, Y)) return false;
     T* y = (T*)PyArray_DATA(Y);
-    if (x.rows == 1 && x.columns && w.columns) {
-        // The weight is read once and nothing else is to do, which the product of matrices is
-        // slower at.
-        std::fill_n(y, w.columns, T(0));
-        int m = int(w.transposed ? w.rows : w.columns), n = int(w.transposed ? w.columns : w.rows);
-        int one = 1;
-        T unit = 1;
-        Blas<T>::gemv()(const_cast<char*>(w.transposed ? "T" : "N"), &m, &n, &unit,
-                        const_cast<T*>(w.data()), &m, const_cast<T*>(x.data()), &one, &unit, y,
-                        &one);
-    } else {
+    if (x.rows == 1)
+        multiply_vector<T>(w.rows, w.columns, x.data(), w.matrix(), y);
+    else
         multiply<T>(x.rows, w.columns, x.columns, x.matrix(), w.matrix(), T(0), y, w.columns);
-    }
     add_bias(b, x.rows, w.columns, y);
     return true;
 }
@@ -165,7 +156,7 @@ bool pull_back(PyArrayObject* X, PyArrayObject* W, PyArrayObject* G, PyArrayObje
     if (x.columns != w.rows || g.columns != w.columns || g.rows != x.rows)
         return fail("An affine map got an input or a gradient that does not fit its weight.");
     const npy_intp weight_shape[] = {w.rows, w.columns};
-    if (!Blas<T>::gemm() || !allocate(PyArray_NDIM(X), PyArray_DIMS(X), X, dX) ||
+    if (!can_multiply<T>() || !allocate(PyArray_NDIM(X), PyArray_DIMS(X), X, dX) ||
         !allocate(2, weight_shape, X, dW) || (db && !allocate(1, &w.columns, X, *db)))
         return false;
     multiply<T>(x.rows, x.columns, w.columns, g.matrix(), w.transpose(), T(0),

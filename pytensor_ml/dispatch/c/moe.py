@@ -269,7 +269,7 @@ struct Experts {
     bool prepare(PyArrayObject* X, PyArrayObject* Ids, PyArrayObject* Weights,
                  PyArrayObject* Gate, PyArrayObject* Up, PyArrayObject* Down) {
         if (!x.array || !weights.array || !gate.array || !up.array || !down.array || !ids.array ||
-            !Blas<T>::gemm())
+            !can_multiply<T>())
             return false;
         if (x.width != width) return fail("Experts got tokens of another width than theirs.");
         if (!same_tokens(X, Ids) || !PyArray_SAMESHAPE(Ids, Weights))

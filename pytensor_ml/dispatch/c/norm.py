@@ -10,6 +10,7 @@ from pytensor.utils import hash_from_code
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.dispatch.c.threads import THREADS
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
     LayerNormPullback,
@@ -111,11 +112,15 @@ class NormKernel(CKernel):
 
 
 # A compiler may not reorder a sum, so sums are written in lanes that it can vectorize.
-SUPPORT_CODE = r"""
+SUPPORT_CODE = (
+    THREADS
+    + r"""
 #include <cmath>
 #include <vector>
 
 namespace pytensor_ml_norm {
+
+using namespace pytensor_ml_threads;
 
 const int LANES = 16;
 
@@ -161,6 +166,8 @@ inline bool allocate(PyArrayObject*& out, PyArrayObject* like) {
 
 inline npy_intp width(PyArrayObject* x) { return PyArray_DIM(x, PyArray_NDIM(x) - 1); }
 
+inline npy_intp n_rows(PyArrayObject* x) { return width(x) ? PyArray_SIZE(x) / width(x) : 0; }
+
 inline bool same_width(PyArrayObject* x, PyArrayObject* parameter) {
     if (width(x) == width(parameter)) return true;
     PyErr_Format(PyExc_ValueError,
@@ -187,58 +194,80 @@ struct ColumnSum {
             recent[i] = 0;
         }
     }
-    void write(PyArrayObject* out) {
-        flush();
-        for (size_t i = 0; i < total.size(); ++i) ((T*)PyArray_DATA(out))[i] = T(total[i]);
-    }
 };
+
+// Fills `out` with the sum of what the parts of the rows have, in their order.
+template <typename T>
+void write(std::vector<ColumnSum<T>>& parts, PyArrayObject* out) {
+    for (ColumnSum<T>& part : parts) part.flush();
+    for (size_t i = 0; i < parts[0].total.size(); ++i) {
+        double total = 0;
+        for (const ColumnSum<T>& part : parts) total += part.total[i];
+        ((T*)PyArray_DATA(out))[i] = T(total);
+    }
+}
 
 template <typename T>
 bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsilon) {
     const Values<T> x_values(X), scale_values(Scale);
-    if (!x_values.array || !scale_values.array || !same_width(X, Scale) || !allocate(Y, X))
+    if (!find_threads() || !x_values.array || !scale_values.array || !same_width(X, Scale) ||
+        !allocate(Y, X))
         return false;
     const npy_intp n = width(X);
-    const T *x = x_values.data(), *scale = scale_values.data();
-    T* __restrict__ y = (T*)PyArray_DATA(Y);
-    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
-        double xx[1];
-        sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
-        const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
-        for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
-    }
-    return true;
+    const T *all_x = x_values.data(), *scale = scale_values.data();
+    T* const all_y = (T*)PyArray_DATA(Y);
+    const npy_intp n_parts = count_parts(n_rows(X), 2 * PyArray_NBYTES(X));
+    return in_threads(n_rows(X), n_parts, [=](npy_intp row, npy_intp stop) {
+        const T* x = all_x + row * n;
+        T* __restrict__ y = all_y + row * n;
+        for (; row < stop; ++row, x += n, y += n) {
+            double xx[1];
+            sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
+            const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
+            for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
+        }
+    });
 }
 
 template <typename T>
 bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale,
                        PyArrayObject*& DX, PyArrayObject*& DScale, T epsilon) {
     const Values<T> x_values(X), dy_values(DY), scale_values(Scale);
-    if (!x_values.array || !dy_values.array || !scale_values.array || !same_width(X, Scale) ||
-        !same_shape(X, DY) || !allocate(DX, X) || !allocate(DScale, Scale))
+    if (!find_threads() || !x_values.array || !dy_values.array || !scale_values.array ||
+        !same_width(X, Scale) || !same_shape(X, DY) || !allocate(DX, X) ||
+        !allocate(DScale, Scale))
         return false;
     const npy_intp n = width(X);
-    const T *x = x_values.data(), *dy = dy_values.data(), *scale = scale_values.data();
-    T* __restrict__ dx = (T*)PyArray_DATA(DX);
-    ColumnSum<T> by_scale(n);
-    T* __restrict__ dscale = by_scale.recent.data();
-    npy_intp row = 0;
-    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
-        double sums[2];
-        sum(n, sums, [&](npy_intp i, double* t) {
-            t[0] = double(x[i]) * double(x[i]);
-            t[1] = double(dy[i] * scale[i]) * double(x[i]);
-        });
-        const double rms = std::sqrt(sums[0] / n + epsilon);
-        const T r = T(1 / rms), mean = T(sums[1] / rms / n);
-        for (npy_intp i = 0; i < n; ++i) {
-            const T normalized = x[i] * r;
-            dscale[i] += dy[i] * normalized;
-            dx[i] = r * (dy[i] * scale[i] - normalized * mean);
+    const T *all_x = x_values.data(), *all_dy = dy_values.data(), *scale = scale_values.data();
+    T* const all_dx = (T*)PyArray_DATA(DX);
+    const npy_intp rows = n_rows(X), n_parts = count_parts(rows, 3 * PyArray_NBYTES(X));
+    std::vector<ColumnSum<T>> by_scale(n_parts, ColumnSum<T>(n));
+    const auto work = [&](npy_intp part, npy_intp stop_part) {
+        for (; part < stop_part; ++part) {
+            npy_intp row = rows * part / n_parts;
+            const npy_intp stop = rows * (part + 1) / n_parts;
+            const T *x = all_x + row * n, *dy = all_dy + row * n;
+            T* __restrict__ dx = all_dx + row * n;
+            T* __restrict__ dscale = by_scale[part].recent.data();
+            for (npy_intp n_done = 0; row < stop; ++row, x += n, dy += n, dx += n) {
+                double sums[2];
+                sum(n, sums, [&](npy_intp i, double* t) {
+                    t[0] = double(x[i]) * double(x[i]);
+                    t[1] = double(dy[i] * scale[i]) * double(x[i]);
+                });
+                const double rms = std::sqrt(sums[0] / n + epsilon);
+                const T r = T(1 / rms), mean = T(sums[1] / rms / n);
+                for (npy_intp i = 0; i < n; ++i) {
+                    const T normalized = x[i] * r;
+                    dscale[i] += dy[i] * normalized;
+                    dx[i] = r * (dy[i] * scale[i] - normalized * mean);
+                }
+                if (++n_done % 16 == 0) by_scale[part].flush();
+            }
         }
-        if (++row % 16 == 0) by_scale.flush();
-    }
-    by_scale.write(DScale);
+    };
+    if (!in_threads(n_parts, n_parts, work)) return false;
+    write(by_scale, DScale);
     return true;
 }
 
@@ -258,22 +287,26 @@ template <typename T>
 bool layer_norm(PyArrayObject* X, PyArrayObject* Loc, PyArrayObject* Scale, PyArrayObject*& Y,
                 T epsilon) {
     const Values<T> x_values(X), loc_values(Loc), scale_values(Scale);
-    if (!x_values.array || !loc_values.array || !scale_values.array || !same_width(X, Loc) ||
-        !same_width(X, Scale) || !allocate(Y, X))
+    if (!find_threads() || !x_values.array || !loc_values.array || !scale_values.array ||
+        !same_width(X, Loc) || !same_width(X, Scale) || !allocate(Y, X))
         return false;
     const npy_intp n = width(X);
-    const T *x = x_values.data(), *loc = loc_values.data(), *scale = scale_values.data();
-    T* __restrict__ y = (T*)PyArray_DATA(Y);
-    std::vector<double> centered(n);
-    double* d = centered.data();
-    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, y += n) {
-        center(x, d, n);
-        double dd[1];
-        sum(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
-        const double r = 1 / std::sqrt(dd[0] / n + epsilon);
-        for (npy_intp i = 0; i < n; ++i) y[i] = T(d[i] * r) * scale[i] + loc[i];
-    }
-    return true;
+    const T *all_x = x_values.data(), *loc = loc_values.data(), *scale = scale_values.data();
+    T* const all_y = (T*)PyArray_DATA(Y);
+    const npy_intp n_parts = count_parts(n_rows(X), 2 * PyArray_NBYTES(X));
+    return in_threads(n_rows(X), n_parts, [=](npy_intp row, npy_intp stop) {
+        const T* x = all_x + row * n;
+        T* __restrict__ y = all_y + row * n;
+        std::vector<double> centered(n);
+        double* d = centered.data();
+        for (; row < stop; ++row, x += n, y += n) {
+            center(x, d, n);
+            double dd[1];
+            sum(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
+            const double r = 1 / std::sqrt(dd[0] / n + epsilon);
+            for (npy_intp i = 0; i < n; ++i) y[i] = T(d[i] * r) * scale[i] + loc[i];
+        }
+    });
 }
 
 template <typename T>
@@ -281,45 +314,55 @@ bool layer_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Loc
                          PyArrayObject* Scale, PyArrayObject*& DX, PyArrayObject*& DLoc,
                          PyArrayObject*& DScale, T epsilon) {
     const Values<T> x_values(X), dy_values(DY), scale_values(Scale);
-    if (!x_values.array || !dy_values.array || !scale_values.array || !same_width(X, Scale) ||
-        !same_shape(X, DY) || !allocate(DX, X) || !allocate(DLoc, Scale) ||
-        !allocate(DScale, Scale))
+    if (!find_threads() || !x_values.array || !dy_values.array || !scale_values.array ||
+        !same_width(X, Scale) || !same_shape(X, DY) || !allocate(DX, X) ||
+        !allocate(DLoc, Scale) || !allocate(DScale, Scale))
         return false;
     const npy_intp n = width(X);
-    const T *x = x_values.data(), *dy = dy_values.data(), *scale = scale_values.data();
-    T* __restrict__ dx = (T*)PyArray_DATA(DX);
-    ColumnSum<T> by_loc(n), by_scale(n);
-    T* __restrict__ dloc = by_loc.recent.data();
-    T* __restrict__ dscale = by_scale.recent.data();
-    std::vector<double> centered(n);
-    double* d = centered.data();
-    npy_intp row = 0;
-    for (npy_intp left = PyArray_SIZE(X); left > 0; left -= n, x += n, dy += n, dx += n) {
-        center(x, d, n);
-        double sums[3];
-        sum(n, sums, [&](npy_intp i, double* t) {
-            const double g = dy[i] * scale[i];
-            t[0] = d[i] * d[i];
-            t[1] = g;
-            t[2] = g * d[i];
-        });
-        const double r = 1 / std::sqrt(sums[0] / n + epsilon);
-        const T root = T(r), g_mean = T(sums[1] / n), gd_mean = T(sums[2] * r / n);
-        for (npy_intp i = 0; i < n; ++i) {
-            const T normalized = T(d[i] * r);
-            dloc[i] += dy[i];
-            dscale[i] += dy[i] * normalized;
-            dx[i] = root * (dy[i] * scale[i] - g_mean - normalized * gd_mean);
+    const T *all_x = x_values.data(), *all_dy = dy_values.data(), *scale = scale_values.data();
+    T* const all_dx = (T*)PyArray_DATA(DX);
+    const npy_intp rows = n_rows(X), n_parts = count_parts(rows, 3 * PyArray_NBYTES(X));
+    std::vector<ColumnSum<T>> by_loc(n_parts, ColumnSum<T>(n)), by_scale(by_loc);
+    const auto work = [&](npy_intp part, npy_intp stop_part) {
+        std::vector<double> centered(n);
+        double* d = centered.data();
+        for (; part < stop_part; ++part) {
+            npy_intp row = rows * part / n_parts;
+            const npy_intp stop = rows * (part + 1) / n_parts;
+            const T *x = all_x + row * n, *dy = all_dy + row * n;
+            T* __restrict__ dx = all_dx + row * n;
+            T* __restrict__ dloc = by_loc[part].recent.data();
+            T* __restrict__ dscale = by_scale[part].recent.data();
+            for (npy_intp n_done = 0; row < stop; ++row, x += n, dy += n, dx += n) {
+                center(x, d, n);
+                double sums[3];
+                sum(n, sums, [&](npy_intp i, double* t) {
+                    const double g = dy[i] * scale[i];
+                    t[0] = d[i] * d[i];
+                    t[1] = g;
+                    t[2] = g * d[i];
+                });
+                const double r = 1 / std::sqrt(sums[0] / n + epsilon);
+                const T root = T(r), g_mean = T(sums[1] / n), gd_mean = T(sums[2] * r / n);
+                for (npy_intp i = 0; i < n; ++i) {
+                    const T normalized = T(d[i] * r);
+                    dloc[i] += dy[i];
+                    dscale[i] += dy[i] * normalized;
+                    dx[i] = root * (dy[i] * scale[i] - g_mean - normalized * gd_mean);
+                }
+                if (++n_done % 16 == 0) {
+                    by_loc[part].flush();
+                    by_scale[part].flush();
+                }
+            }
         }
-        if (++row % 16 == 0) {
-            by_loc.flush();
-            by_scale.flush();
-        }
-    }
-    by_loc.write(DLoc);
-    by_scale.write(DScale);
+    };
+    if (!in_threads(n_parts, n_parts, work)) return false;
+    write(by_loc, DLoc);
+    write(by_scale, DScale);
     return true;
 }
 
 }
 """
+)

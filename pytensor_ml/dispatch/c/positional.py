@@ -6,6 +6,7 @@ from pytensor.graph.basic import Apply, Variable
 from pytensor.utils import hash_from_code
 
 from pytensor_ml.dispatch.c.basic import CKernel, c_funcify
+from pytensor_ml.dispatch.c.threads import THREADS
 from pytensor_ml.layers.positional import ApplyRotary
 
 
@@ -39,17 +40,22 @@ class ApplyRotaryKernel(CKernel):
         """
 
 
-SUPPORT_CODE = r"""
+SUPPORT_CODE = (
+    THREADS
+    + r"""
 #include <type_traits>
 #include <vector>
 
 namespace pytensor_ml_rotary {
+
+using namespace pytensor_ml_threads;
 
 // X is (batch axes, head axes, steps, channels) and Table (batch axes, steps, pairs, 2).
 template <typename X, typename A, bool half>
 bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObject*& y_array,
                   int n_batch_axes, int sign) {
     using T = typename std::conditional<(sizeof(X) > sizeof(A)), X, A>::type;
+    if (!find_threads()) return false;
     const int n_axes = PyArray_NDIM(x_array);
     const npy_intp* shape = PyArray_DIMS(x_array);
     const npy_intp steps = shape[n_axes - 2], channels = shape[n_axes - 1];
@@ -75,17 +81,22 @@ bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObj
         Py_XDECREF(table_values);
         return false;
     }
-    const X* x = (const X*)PyArray_DATA(x_values);
-    const A* table = (const A*)PyArray_DATA(table_values);
-    X* __restrict__ y = (X*)PyArray_DATA(y_array);
-    std::vector<T> all_cos(steps * pairs), all_sin(steps * pairs);
-    for (npy_intp b = 0; b < batch; ++b) {
-        for (npy_intp i = 0; i < steps * pairs; ++i, table += 2) {
-            all_cos[i] = T(table[0]);
-            all_sin[i] = T(sign) * T(table[1]);
-        }
-        for (npy_intp h = 0; h < heads; ++h) {
-            const T *cos = all_cos.data(), *sin = all_sin.data();
+    const X* const all_x = (const X*)PyArray_DATA(x_values);
+    const A* const table = (const A*)PyArray_DATA(table_values);
+    X* const all_y = (X*)PyArray_DATA(y_array);
+    const npy_intp n_angles = steps * pairs, n_items = batch * heads;
+    std::vector<T> all_cos(batch * n_angles), all_sin(batch * n_angles);
+    for (npy_intp i = 0; i < batch * n_angles; ++i) {
+        all_cos[i] = T(table[2 * i]);
+        all_sin[i] = T(sign) * T(table[2 * i + 1]);
+    }
+    const npy_intp n_parts = count_parts(n_items, 2 * PyArray_NBYTES(x_array));
+    const bool is_done = in_threads(n_items, n_parts, [&](npy_intp item, npy_intp stop) {
+        const X* x = all_x + item * steps * channels;
+        X* __restrict__ y = all_y + item * steps * channels;
+        for (; item < stop; ++item) {
+            const T* cos = all_cos.data() + item / heads * n_angles;
+            const T* sin = all_sin.data() + item / heads * n_angles;
             for (npy_intp s = 0; s < steps; ++s) {
                 if (half) {
                     for (npy_intp i = 0; i < pairs; ++i) {
@@ -107,11 +118,12 @@ bool apply_rotary(PyArrayObject* x_array, PyArrayObject* table_array, PyArrayObj
                 sin += pairs;
             }
         }
-    }
+    });
     Py_DECREF(x_values);
     Py_DECREF(table_values);
-    return true;
+    return is_done;
 }
 
 }
 """
+)
