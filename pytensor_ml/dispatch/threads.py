@@ -221,26 +221,37 @@ def start_threads(n_threads: int) -> None:
         increase(N_STARTED, 1)
 
 
+@register_jitable
+def share(work: int, argument: int, n_parts: int, n_threads: int) -> None:
+    """Do a job together with the other threads."""
+    start_threads(n_threads)
+    job = (get(TICKET) // NEXT_JOB + 1) % (NEXT_JOB // 2) * NEXT_JOB
+    put(TICKET, job + NO_PART)
+    put(WORK, work)
+    put(ARGUMENT, argument)
+    put(N_PARTS, n_parts)
+    put(N_THREADS, n_threads)
+    put(N_DONE, 0)
+    put(TICKET, job)
+    if get(N_ASLEEP) > 0:
+        pthread_mutex_lock(address_of(LOCK))
+        pthread_cond_broadcast(address_of(WAKE))
+        pthread_mutex_unlock(address_of(LOCK))
+    take_parts(0)
+    while get(N_DONE) < n_parts:
+        sched_yield()
+
+
 def run(work: int, argument: int, n_parts: int) -> None:
     n_threads = get_blas_threads() if HAS_THREADS else 1
-    if HAS_THREADS and n_parts > 1 and n_threads > 1 and replace(IS_BUSY, 0, 1):
-        start_threads(n_threads)
+    if HAS_THREADS and n_threads > 1 and replace(IS_BUSY, 0, 1):
+        # Also for a single part: what OpenBLAS's threads have done once, they look for again for
+        # some hundredths of a second.
         set_blas_threads(1)
-        job = (get(TICKET) // NEXT_JOB + 1) % (NEXT_JOB // 2) * NEXT_JOB
-        put(TICKET, job + NO_PART)
-        put(WORK, work)
-        put(ARGUMENT, argument)
-        put(N_PARTS, n_parts)
-        put(N_THREADS, n_threads)
-        put(N_DONE, 0)
-        put(TICKET, job)
-        if get(N_ASLEEP) > 0:
-            pthread_mutex_lock(address_of(LOCK))
-            pthread_cond_broadcast(address_of(WAKE))
-            pthread_mutex_unlock(address_of(LOCK))
-        take_parts(0)
-        while get(N_DONE) < n_parts:
-            sched_yield()
+        if n_parts > 1:
+            share(work, argument, n_parts, n_threads)
+        else:
+            call(work, argument, 0)
         set_blas_threads(n_threads)
         put(IS_BUSY, 0)
     else:

@@ -18,7 +18,7 @@ from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, Cach
 Array = np.ndarray
 
 # Rows of scores that are held at a time.
-BLOCK = 64
+BLOCK = 128
 
 NO_WINDOW = 2**62
 
@@ -174,6 +174,49 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
     window = NO_WINDOW if op.window is None else op.window
 
     @numba_njit
+    def attend(
+        first: int,
+        stop: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        cached_keys: Array,
+        cached_values: Array,
+        n_old: int,
+        start: Array,
+        y: Array,
+    ) -> None:
+        n_kv_head, n_new = k.shape[1:3]
+        group = q.shape[1] // n_kv_head
+        per_block = max(1, BLOCK // group)
+        for item in range(first, stop):
+            b, h = item // n_kv_head, item % n_kv_head
+            for i in range(0, n_new, per_block):
+                n = min(per_block, n_new - i)
+                slot = n_old + i
+                low = max(int(start[b]), slot + 1 - window, 0)
+                low_old = min(low, n_old)
+                low_new = min(max(low - n_old, 0), i + n)
+                rows = gather(q, b, h * group, group, i, n, scale)
+                old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
+                new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
+                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+                high[:] = -np.inf
+                total[:] = 0
+                for scores, position in ((old, low_old), (new, n_old + low_new)):
+                    if softcap is not None:
+                        cap(scores, softcap)
+                    hide(scores, n, position, slot, True, window)
+                    update_maximum(high, scores)
+                exponentiate(old, high, total)
+                exponentiate(new, high, total)
+                mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
+                mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
+                scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+
+    attend_in_threads = in_threads(attend)
+
+    @numba_njit
     def cached_attention(
         q: Array,
         k: Array,
@@ -185,38 +228,13 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
     ) -> Array:
         check_shapes(q, k, v, None)
         check_shapes(q, cached_keys, cached_values, None)
-        n_batch, n_head, n_new, _ = q.shape
-        n_kv_head = k.shape[1]
-        group = n_head // n_kv_head
-        per_block = max(1, BLOCK // group)
         n_old = int(length.item())
-        if n_old < 0 or n_old > cached_keys.shape[2] or len(start) != n_batch:
+        if n_old < 0 or n_old > cached_keys.shape[2] or len(start) != q.shape[0]:
             raise ValueError("Attention got a cache whose length or start does not fit it")
-        y = np.empty((n_batch, n_head, n_new, v.shape[3]), q.dtype)
-        for b in range(n_batch):
-            for h in range(n_kv_head):
-                for i in range(0, n_new, per_block):
-                    n = min(per_block, n_new - i)
-                    slot = n_old + i
-                    low = max(int(start[b]), slot + 1 - window, 0)
-                    low_old = min(low, n_old)
-                    low_new = min(max(low - n_old, 0), i + n)
-                    rows = gather(q, b, h * group, group, i, n, scale)
-                    old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
-                    new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
-                    high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                    high[:] = -np.inf
-                    total[:] = 0
-                    for scores, first in ((old, low_old), (new, n_old + low_new)):
-                        if softcap is not None:
-                            cap(scores, softcap)
-                        hide(scores, n, first, slot, True, window)
-                        update_maximum(high, scores)
-                    exponentiate(old, high, total)
-                    exponentiate(new, high, total)
-                    mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
-                    mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
-                    scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+        y = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+        n_items = k.shape[0] * k.shape[1]
+        n_parts = count_parts(n_items, q.size * (n_old + k.shape[2]))
+        attend_in_threads(n_items, n_parts, q, k, v, cached_keys, cached_values, n_old, start, y)
         return y
 
     return cached_attention, cache_key(op, node)

@@ -68,7 +68,9 @@ def activate_part(
     first: int, stop: int, gate: Array, value: Array, beta: float, cubic: float, y: Array
 ) -> None:
     beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
-    for i in range(first, stop):
+    # Slices, as LLVM vectorizes no loop whose index might be below 0.
+    gate, value, y = gate[first:stop], value[first:stop], y[first:stop]
+    for i in range(len(gate)):
         x = gate[i]
         # Without a cubic term it must not be formed: it may overflow.
         argument = x + cubic * x * x * x if cubic != 0 else x
@@ -100,7 +102,9 @@ def gradients_part(
 ) -> None:
     one, three = gate.dtype.type(1), gate.dtype.type(3)
     beta, cubic = gate.dtype.type(beta), gate.dtype.type(cubic)
-    for i in range(first, stop):
+    gate, value, g = gate[first:stop], value[first:stop], g[first:stop]
+    dgate, dvalue = dgate[first:stop], dvalue[first:stop]
+    for i in range(len(gate)):
         x = gate[i]
         argument = x + cubic * x * x * x if cubic != 0 else x
         argument_slope = one + three * cubic * x * x if cubic != 0 else one

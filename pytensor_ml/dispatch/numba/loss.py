@@ -93,7 +93,9 @@ def losses_part(
 ) -> None:
     dtype = logits.dtype.type
     n = logits.shape[1]
-    for row in range(first, stop):
+    logits, ids = logits[first:stop], ids[first:stop]
+    losses, log_sums = losses[first:stop], log_sums[first:stop]
+    for row in range(len(ids)):
         high = largest(logits[row])
         shift = high if np.isfinite(high) else dtype(0)
         total, shifted = 0.0, 0.0
@@ -141,7 +143,9 @@ def gradients_part(
     dtype = logits.dtype.type
     n = logits.shape[1]
     share, rest = dtype(smoothing / n), dtype(1 - smoothing)
-    for row in range(first, stop):
+    logits, ids, log_sums = logits[first:stop], ids[first:stop], log_sums[first:stop]
+    g, gradient = g[first:stop], gradient[first:stop]
+    for row in range(len(ids)):
         for j in range(n):
             gradient[row, j] = (exp(logits[row, j] - log_sums[row]) - share) * g[row]
         own = ids[row]

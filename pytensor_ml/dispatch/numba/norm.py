@@ -159,7 +159,8 @@ def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
 @numba_njit(error_model="numpy")
 def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float, y: Array) -> None:
     n = x.shape[1]
-    for row in range(first, stop):
+    x, y = x[first:stop], y[first:stop]
+    for row in range(len(x)):
         xx = 0.0
         for i in range(n):
             xx += np.float64(x[row, i]) * np.float64(x[row, i])
@@ -207,7 +208,9 @@ def rms_norm_pullback_part(
 ) -> None:
     n = x.shape[1]
     dscale = dscales[part]
-    for row in range(part * per_part, min((part + 1) * per_part, len(x))):
+    own = slice(part * per_part, min((part + 1) * per_part, len(x)))
+    x, dy, dx = x[own], dy[own], dx[own]
+    for row in range(len(x)):
         xx = 0.0
         gx = 0.0
         for i in range(n):

@@ -202,9 +202,8 @@ def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
     _kept_b, at_b, b_stride, b_transposed = in_memory(b)
     by_rows = m >= n
     n_items = -(-max(m, n) // TILE)
-    n_parts = 1
-    if m * n * k >= LEAST_PRODUCTS:
-        n_parts = max(min(thread_count(), n_items), 1)
+    # One part a thread, as each prepares the other operand.
+    n_parts = max(min(thread_count(), n_items), 1) if m * n * k >= LEAST_PRODUCTS else 1
     product_in_threads(
         n_items,
         n_parts,

@@ -50,9 +50,7 @@ def in_threads(work: Any) -> Callable[..., None]:
 
     @numba_njit
     def run(n_items: int, n_parts: int, *args: Any) -> None:
-        if n_parts == 1:
-            work(0, n_items, *args)
-        elif not share(n_items, n_parts, *args):
+        if not share(n_items, n_parts, *args):
             raise MemoryError("A kernel found no memory for what it computes on the way.")
 
     return run
