@@ -62,10 +62,7 @@ struct Job {
 template <typename Work>
 bool in_threads(npy_intp n_items, npy_intp n_parts, const Work& work) {
     Job<Work> job(work, n_items, n_parts);
-    if (n_parts == 1)
-        Job<Work>::do_part(&job, 0);
-    else
-        run_parts(Job<Work>::do_part, &job, n_parts);
+    run_parts(Job<Work>::do_part, &job, n_parts);
     if (job.has_thrown)
         PyErr_SetString(PyExc_MemoryError,
                         "A kernel found no memory for what it computes on the way.");

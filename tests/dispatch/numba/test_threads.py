@@ -1,8 +1,21 @@
+import os
+import subprocess
+import sys
+import threading
+
 import numba
 import numpy as np
 import pytest
 
-from pytensor_ml.dispatch.numba.threads import LEAST_BYTES, N_THREADS, count_threads, in_threads
+from dispatch import thread_checks
+from pytensor_ml.dispatch import threads
+from pytensor_ml.dispatch.numba.threads import (
+    LEAST_BYTES,
+    PARTS_OF_A_THREAD,
+    count_parts,
+    in_threads,
+    thread_count,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,32 +35,167 @@ def count(first, stop, counts, step):
 counting = in_threads(count)
 
 
+@numba.njit(nogil=True)
+def run(counts, n_parts, step):
+    counting(len(counts), n_parts, counts, step)
+
+
 @numba.njit
-def run(counts, n_threads, step):
-    counting(len(counts), n_threads, counts, step)
+def count_rows(first, stop, counts):
+    for row in range(first, stop):
+        counting(counts.shape[1], 5, counts[row], 1)
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 7, 64])
+counting_rows = in_threads(count_rows)
+
+
+@numba.njit
+def run_rows(counts):
+    counting_rows(len(counts), len(counts), counts)
+
+
+@numba.njit
+def meet(first, stop, seen, blas_threads):
+    """Wait for the other part, for 10 million turns."""
+    blas_threads[first] = threads.get_blas_threads()
+    seen[first] = 1
+    turn = 0
+    while seen[1 - first] == 0 and turn < 10_000_000:
+        threads.sched_yield()
+        turn += 1
+    seen[first] = 2 if turn < 10_000_000 else 3
+
+
+meeting = in_threads(meet)
+
+
+@numba.njit
+def run_meeting(seen, blas_threads):
+    meeting(2, 2, seen, blas_threads)
+    return thread_count()
+
+
+needs_threads = pytest.mark.skipif(
+    not threads.HAS_THREADS or (os.cpu_count() or 1) < 2, reason="SciPy's OpenBLAS has one thread"
+)
+
+
+def assert_that_parts_meet():
+    seen, blas_threads = np.zeros(2), np.zeros(2)
+    n_threads = run_meeting(seen, blas_threads)
+    np.testing.assert_array_equal(seen, [2, 2])
+    # OpenBLAS's own threads rest meanwhile, and no longer.
+    np.testing.assert_array_equal(blas_threads, [1, 1])
+    assert n_threads > 1
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 7, 64])
 @pytest.mark.parametrize("n_items", [0, 1, 5, 1000])
-def test_threads_do_every_item_once(n_items, n_threads):
+def test_every_item_is_done_once(n_items, n_parts):
     counts = np.zeros(n_items)
-    run(counts, n_threads, 2)
+    run(counts, n_parts, 2)
     np.testing.assert_array_equal(counts, np.full(n_items, 2))
 
 
-def test_what_a_thread_raises_is_not_lost():
-    with pytest.raises(MemoryError, match="no memory"):
-        run(np.zeros(4), 2, -1)
+def test_what_a_part_raises_is_not_lost():
+    for n_parts in (1, 2):
+        with pytest.raises(MemoryError, match="no memory"):
+            run(np.zeros(4), n_parts, -1)
     counts = np.zeros(4)
     run(counts, 2, 1)
     assert counts.sum() == 4
 
 
-def test_threads_are_for_what_is_large():
+@needs_threads
+def test_parts_run_at_once():
+    for _ in range(100):
+        assert_that_parts_meet()
+
+
+@needs_threads
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_starts_its_own_threads():
+    assert_that_parts_meet()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            assert_that_parts_meet()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert_that_parts_meet()
+
+
+def test_a_part_may_have_parts():
+    counts = np.zeros((6, 1000))
+    run_rows(counts)
+    assert (counts == 1).all()
+
+
+def test_two_threads_of_python_may_run_kernels_at_once():
+    counts = [np.zeros(1000), np.zeros(1000)]
+
+    def count_often(own):
+        for _ in range(2000):
+            run(own, 8, 1)
+
+    pair = [threading.Thread(target=count_often, args=[own]) for own in counts]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join()
+    for own in counts:
+        np.testing.assert_array_equal(own, np.full(1000, 2000))
+
+
+def test_parts_are_for_what_is_large():
     @numba.njit
     def counted(n_items, n_bytes):
-        return count_threads(n_items, n_bytes)
+        return count_parts(n_items, n_bytes), thread_count()
 
-    assert counted(1000, LEAST_BYTES - 1) == 1
-    assert counted(1, 100 * LEAST_BYTES) == 1
-    assert counted(1000, 100 * LEAST_BYTES) == min(N_THREADS, 64)
+    most, n_threads = counted(1000, 100_000 * LEAST_BYTES)
+    assert most == (n_threads * PARTS_OF_A_THREAD if n_threads > 1 else 1)
+    assert counted(1000, 2 * LEAST_BYTES - 1)[0] == 1
+    assert counted(1, 100 * LEAST_BYTES)[0] == 1
+
+
+WITHOUT_OPENBLAS = """
+import ctypes, types, numba, scipy.linalg
+ctypes.CDLL = lambda path: types.SimpleNamespace()
+import numpy as np
+import pytensor, pytensor.tensor as pt
+from pytensor_ml.dispatch import threads
+assert not threads.HAS_THREADS
+from pytensor_ml.layers import Linear
+x = pt.matrix("x", dtype="float64")
+linear = Linear("fc", n_in=300, n_out=400)
+linear.W.set_value(np.ones((300, 400), linear.W.type.dtype))
+y = pytensor.function([x], linear(x), mode="NUMBA")(np.ones((200, 300)))
+np.testing.assert_allclose(y, np.full((200, 400), 300.0))
+"""
+
+
+def test_another_blas_is_left_its_own_threads():
+    subprocess.run([sys.executable, "-c", WITHOUT_OPENBLAS], check=True)
+
+
+def test_products():
+    thread_checks.check_products()
+
+
+def test_norms():
+    thread_checks.check_norms()
+
+
+def test_attention():
+    thread_checks.check_attention()
+
+
+def test_rotations():
+    thread_checks.check_rotations()
+
+
+def test_gated_activations():
+    thread_checks.check_gated_activations()
