@@ -37,7 +37,6 @@ STATE = np.zeros(72, np.int64)
 
 NEXT_JOB = 2**32
 NO_PART = 2**32 - 1
-MAX_THREADS = 64
 
 # How often a thread looks for work, or lets another run, before it sleeps: for 0.1 ms or so.
 PATIENCE = 300
@@ -61,31 +60,23 @@ def _has_threads() -> bool:
 
 HAS_THREADS = _has_threads()
 
-pthread_create = types.ExternalFunction("pthread_create", signature(types.int32, *[types.intp] * 4))
-pthread_mutex_init = types.ExternalFunction(
-    "pthread_mutex_init", signature(types.int32, types.intp, types.intp)
-)
-pthread_mutex_lock = types.ExternalFunction(
-    "pthread_mutex_lock", signature(types.int32, types.intp)
-)
-pthread_mutex_unlock = types.ExternalFunction(
-    "pthread_mutex_unlock", signature(types.int32, types.intp)
-)
-pthread_cond_init = types.ExternalFunction(
-    "pthread_cond_init", signature(types.int32, types.intp, types.intp)
-)
-pthread_cond_wait = types.ExternalFunction(
-    "pthread_cond_wait", signature(types.int32, types.intp, types.intp)
-)
-pthread_cond_broadcast = types.ExternalFunction(
-    "pthread_cond_broadcast", signature(types.int32, types.intp)
-)
-getpid = types.ExternalFunction("getpid", signature(types.int32))
-sched_yield = types.ExternalFunction("sched_yield", signature(types.int32))
-get_blas_threads = types.ExternalFunction("pytensor_ml_get_blas_threads", signature(types.int32))
-set_blas_threads = types.ExternalFunction(
-    "pytensor_ml_set_blas_threads", signature(types.void, types.int32)
-)
+
+def _external(name: str, n_arguments: int, kind: Any = types.intp) -> Any:
+    """Return a function of the system or of BLAS for compiled code."""
+    return types.ExternalFunction(name, signature(types.int32, *[kind] * n_arguments))
+
+
+pthread_create = _external("pthread_create", 4)
+pthread_mutex_init = _external("pthread_mutex_init", 2)
+pthread_mutex_lock = _external("pthread_mutex_lock", 1)
+pthread_mutex_unlock = _external("pthread_mutex_unlock", 1)
+pthread_cond_init = _external("pthread_cond_init", 2)
+pthread_cond_wait = _external("pthread_cond_wait", 2)
+pthread_cond_broadcast = _external("pthread_cond_broadcast", 1)
+getpid = _external("getpid", 0)
+sched_yield = _external("sched_yield", 0)
+get_blas_threads = _external("pytensor_ml_get_blas_threads", 0)
+set_blas_threads = _external("pytensor_ml_set_blas_threads", 1, types.int32)
 
 WORD = ir.IntType(64)
 POINTER = ir.IntType(8).as_pointer()
@@ -104,32 +95,28 @@ def _place(builder: Any, place: Any) -> Any:
     return builder.inttoptr(address, WORD.as_pointer())
 
 
-@intrinsic
-def address_of(typing_context: Any, place: Any) -> Any:
+def _address_of(typing_context: Any, place: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         return builder.ptrtoint(_place(builder, values[0]), WORD)
 
     return types.intp(types.intp), generate
 
 
-@intrinsic
-def address_of_serve(typing_context: Any) -> Any:
+def _address_of_serve(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         return _symbol(builder, "pytensor_ml_serve")
 
     return types.intp(), generate
 
 
-@intrinsic
-def get(typing_context: Any, place: Any) -> Any:
+def _get(typing_context: Any, place: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         return builder.load_atomic(_place(builder, values[0]), "seq_cst", 8)
 
     return types.int64(types.intp), generate
 
 
-@intrinsic
-def put(typing_context: Any, place: Any, value: Any) -> Any:
+def _put(typing_context: Any, place: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         builder.store_atomic(values[1], _place(builder, values[0]), "seq_cst", 8)
         return context.get_dummy_value()
@@ -137,16 +124,14 @@ def put(typing_context: Any, place: Any, value: Any) -> Any:
     return types.void(types.intp, types.int64), generate
 
 
-@intrinsic
-def increase(typing_context: Any, place: Any, value: Any) -> Any:
+def _increase(typing_context: Any, place: Any, value: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _place(builder, values[0]), values[1], "seq_cst")
 
     return types.int64(types.intp, types.int64), generate
 
 
-@intrinsic
-def replace(typing_context: Any, place: Any, expected: Any, value: Any) -> Any:
+def _replace(typing_context: Any, place: Any, expected: Any, value: Any) -> Any:
     """Put a value where the expected one is, and tell whether it was."""
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
@@ -157,8 +142,7 @@ def replace(typing_context: Any, place: Any, expected: Any, value: Any) -> Any:
     return types.boolean(types.intp, types.int64, types.int64), generate
 
 
-@intrinsic
-def call(typing_context: Any, work: Any, argument: Any, part: Any) -> Any:
+def _call(typing_context: Any, work: Any, argument: Any, part: Any) -> Any:
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
         work, argument, part = values
         kind = ir.FunctionType(ir.VoidType(), [POINTER, WORD]).as_pointer()
@@ -168,9 +152,18 @@ def call(typing_context: Any, work: Any, argument: Any, part: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
+address_of: Any = intrinsic(_address_of)
+address_of_serve: Any = intrinsic(_address_of_serve)
+get: Any = intrinsic(_get)
+put: Any = intrinsic(_put)
+increase: Any = intrinsic(_increase)
+replace: Any = intrinsic(_replace)
+call: Any = intrinsic(_call)
+
+
 @register_jitable
-def has_part() -> bool:
-    return get(TICKET) % NEXT_JOB < get(N_PARTS)
+def has_part(own: int) -> Any:
+    return own < get(N_THREADS) and get(TICKET) % NEXT_JOB < get(N_PARTS)
 
 
 @register_jitable
@@ -191,14 +184,14 @@ def serve(own: int) -> int:
     while True:
         turn = 0
         while turn < PATIENCE:
-            if own < get(N_THREADS) and has_part():
+            if has_part(own):
                 take_parts(own)
                 turn = 0
             sched_yield()
             turn += 1
         pthread_mutex_lock(address_of(LOCK))
         increase(N_ASLEEP, 1)
-        while own >= get(N_THREADS) or not has_part():
+        while not has_part(own):
             pthread_cond_wait(address_of(WAKE), address_of(LOCK))
         increase(N_ASLEEP, -1)
         pthread_mutex_unlock(address_of(LOCK))
@@ -260,13 +253,13 @@ def run(work: int, argument: int, n_parts: int) -> None:
             call(work, argument, part)
 
 
-def count_threads() -> int:
+def count_threads() -> Any:
     return get_blas_threads() if HAS_THREADS else 1
 
 
-def _compiled(function: Any, kind: Any) -> int:
+def _compiled(function: Any, kind: Any) -> Any:
     """Return the address of a function for C, cached with PyTensor's."""
-    made = CFunc(function, (kind.args, kind.return_type), {}, {})
+    made: Any = CFunc(function, (kind.args, kind.return_type), {}, {})
     if config.numba__cache:
         name = function.__name__
         key = sha256(Path(__file__).read_bytes() + bytes(HAS_THREADS)).hexdigest()

@@ -318,10 +318,13 @@ bool cached(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObject*
     const npy_intp group = q.shape[1] / k.shape[1];
     const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
     const npy_intp d = k.shape[3], dv = v.shape[3];
-    std::vector<T> scratch[4], rows, scores, factor, mixed;
-    for (npy_intp b = 0; b < q.shape[0]; ++b) {
-        const npy_intp start = *(npy_int64*)PyArray_GETPTR1(Start, b);
-        for (npy_intp h = 0; h < k.shape[1]; ++h) {
+    const npy_intp n_items = k.shape[0] * k.shape[1];
+    const npy_intp n_bytes = q.shape[0] * q.shape[1] * n_new * d * (n_old + n_new);
+    return in_threads(n_items, count_parts(n_items, n_bytes), [&](npy_intp first, npy_intp last) {
+        std::vector<T> scratch[4], rows, scores, factor, mixed;
+        for (npy_intp item = first; item < last; ++item) {
+            const npy_intp b = item / k.shape[1], h = item % k.shape[1];
+            const npy_intp start = *(npy_int64*)PyArray_GETPTR1(Start, b);
             const T* old_keys = cached_keys.head(b, h, n_old, {}, scratch[0]);
             const T* old_values = cached_values.head(b, h, n_old, {}, scratch[1]);
             const T* new_keys = k.head(b, h, n_new, {}, scratch[2]);
@@ -350,8 +353,7 @@ bool cached(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObject*
                 block.scatter(mixed, factor, y);
             }
         }
-    }
-    return true;
+    });
 }
 
 template <typename T, typename M>

@@ -156,7 +156,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
             raise ValueError("Attention got a gradient whose shape differs from its output's")
         dq = empty(q.shape, q.dtype)
         dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
-        dmask = np.zeros(mask.shape) if has_mask_gradient else None
+        dmask: Any = np.zeros(mask.shape) if has_mask_gradient else None
         n_items = k.shape[0] * k.shape[1]
         # Heads may share a mask, whose gradient is then a sum over them.
         n_parts = 1 if has_mask_gradient else count_parts(n_items, 2 * cost(q, k))
