@@ -216,6 +216,7 @@ def test_a_step_moves_the_bias_by_the_load_of_valid_tokens():
     assert np.asarray(moe.bias.get_value()).any()
 
 
+@pytest.mark.compiles_nothing
 def test_prediction_keeps_the_load_and_drops_the_update():
     moe = MoE("moe", **SIZES, **LAYERS["sigmoid, groups, bias, shared"])
     x = pt.tensor("x", shape=(None, 8), dtype="float32")
@@ -384,6 +385,7 @@ def test_float16_is_refused_on_numba(backend):
         function([wide, ids, weights, *narrow], ExpertsLayer()(wide, ids, weights, *narrow))
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("parameter_dtype", ["float32", "float64"])
@@ -402,6 +404,7 @@ def test_dtypes_and_static_shapes(name, dtype, parameter_dtype):
         assert gradient.type.shape == parameter.type.shape
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("parameter_dtype", ["float32", "float64"])
 def test_float32_graphs_have_no_float64(name, parameter_dtype):
@@ -423,6 +426,7 @@ def test_float32_graphs_have_no_float64(name, parameter_dtype):
         assert getattr(node.op, "acc_dtype", None) != "float64", node
 
 
+@pytest.mark.compiles_nothing
 def test_a_mixture_is_two_ops_and_so_is_its_gradient():
     moe = MoE("moe", **SIZES, **LAYERS["sigmoid, groups, bias, shared"])
     x, g = (pt.tensor(shape=(None, 8), dtype="float32") for _ in range(2))
@@ -431,6 +435,7 @@ def test_a_mixture_is_two_ops_and_so_is_its_gradient():
         assert len([op for op in ops if isinstance(op, kind)]) == 1
 
 
+@pytest.mark.compiles_nothing
 def test_the_bias_has_no_gradient():
     moe = MoE("moe", **SIZES, **LAYERS["sigmoid, groups, bias, shared"])
     y = moe(pt.tensor(shape=(None, 8), dtype="float32"))
@@ -438,6 +443,7 @@ def test_the_bias_has_no_gradient():
         pt.grad(y.sum() + moe.balance_loss, moe.bias)
 
 
+@pytest.mark.compiles_nothing
 def test_parameters_start_with_the_law_of_each_expert():
     moe = MoE("moe", d_model=40, hidden_dim=60, n_experts=50, top_k=1, selection_bias=True)
     for parameter in (moe.gate, moe.up, moe.down):
@@ -446,6 +452,7 @@ def test_parameters_start_with_the_law_of_each_expert():
     assert moe.bias.name == "moe_selection_bias"
 
 
+@pytest.mark.compiles_nothing
 def test_praxis_settings():
     settings = build_moe_config(
         dim=8,
@@ -472,6 +479,7 @@ def test_praxis_settings():
     assert moe.aux_loss_coeff == 1e-4
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -491,6 +499,7 @@ def test_settings_that_make_no_sense_are_refused(changes, message):
         MoE("moe", **{**SIZES, "n_experts": 6, "top_k": 2, **changes})
 
 
+@pytest.mark.compiles_nothing
 def test_inputs_that_do_not_fit_are_refused():
     moe = MoE("moe", **SIZES, n_experts=6, top_k=2)
     x = pt.tensor(shape=(3, 8), dtype="float32")

@@ -99,6 +99,7 @@ def test_second_derivatives_are_those_of_the_graph_spelled_out():
         assert_close(others[i + 1], second, 1e-6)
 
 
+@pytest.mark.compiles_nothing
 def test_long_chains_are_followed_in_time():
     x = Input("x", shape=(3,), dtype="float32")
 
@@ -134,6 +135,7 @@ def stack():
     return build
 
 
+@pytest.mark.compiles_nothing
 def test_a_block_with_a_gradient_runs_once_and_leaves_residuals(stack):
     y, gradients = stack()
     nodes = nodes_after_the_rewrite([y, *gradients])
@@ -149,6 +151,7 @@ def test_a_block_with_a_gradient_runs_once_and_leaves_residuals(stack):
     assert len(block.fgraph.outputs) - block.n_outputs == 10
 
 
+@pytest.mark.compiles_nothing
 def test_a_block_that_recomputes_leaves_nothing(stack):
     y, gradients = stack(recompute=True)
     nodes = nodes_after_the_rewrite([y, *gradients])
@@ -158,11 +161,13 @@ def test_a_block_that_recomputes_leaves_nothing(stack):
     assert sum(isinstance(n.op, LinearLayer) for n in inner.fgraph.apply_nodes) >= 6
 
 
+@pytest.mark.compiles_nothing
 def test_without_a_gradient_there_are_no_residuals(stack):
     y, _ = stack()
     assert count(nodes_after_the_rewrite([y]), BlockOp) == 3
 
 
+@pytest.mark.compiles_nothing
 def test_equal_blocks_of_a_stack_are_one_object(stack):
     y, gradients = stack()
     ops = [n.op for n in applys_between([], [y, *gradients]) if isinstance(n.op, BlockOp)]
@@ -170,6 +175,7 @@ def test_equal_blocks_of_a_stack_are_one_object(stack):
     assert len(set(map(id, ops))) == 3
 
 
+@pytest.mark.compiles_nothing
 def test_what_is_kept_is_not_shared_by_blocks_that_recompute(stack):
     kept, recomputing = (block_of(stack(**options)[0]) for options in HOW.values())
     assert kept.fgraph == recomputing.fgraph
@@ -180,6 +186,7 @@ def block_of(y):
     return next(n.op for n in applys_between([], [y]) if isinstance(n.op, BlockOp))
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("how", HOW)
 def test_a_saved_network_keeps_its_way(stack, tmp_path, how):
     y, [gradient, *_] = stack(**HOW[how])
