@@ -1,4 +1,3 @@
-from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -119,19 +118,14 @@ def mixture(request):
     x, g = (pt.tensor(name, shape=(None, None, 8), dtype="float32") for name in "xg")
     valid = pt.tensor("valid", shape=(None, None), dtype="bool")
     y, *others = with_gradients(moe, x, valid, g)
-    unscaled = copy(moe)
-    unscaled.routed_scaling_factor = 1.0
-    # Without its update, which the first has made.
-    unscaled.bias_update_factor = 0.0
-    run = function([x, valid, g], [y, *others, unscaled(x, valid)])
+    run = function([x, valid, g], [y, *others])
 
     def call(x, valid, g, bias=0.0):
         randomize(moe)
         if moe.bias is not None:
             moe.bias.set_value(np.broadcast_to(bias, moe.n_experts).astype("float32"))
         before = expected(moe, settings, np.nan_to_num(x), valid, g)
-        *results, call.unscaled = (np.asarray(v) for v in run(x, valid, g))
-        return results, before
+        return [np.asarray(v) for v in run(x, valid, g)], before
 
     return SimpleNamespace(moe=moe, run=run, call=call, settings=settings)
 
@@ -148,14 +142,6 @@ def test_values_and_gradients_match_numpy(mixture):
     assert_close(loss, right[2])
     for gradient, expected_gradient in zip(gradients, right[3:], strict=True):
         assert_close(gradient, expected_gradient, GRADIENT_TOLERANCE)
-
-
-def test_routed_sum_is_linear_in_the_scaling_factor(mixture):
-    x = normal(3, 6, 8)
-    (y, *_), _ = mixture.call(x, np.ones((3, 6), bool), x)
-    factor = mixture.moe.routed_scaling_factor
-    right = expected(mixture.moe, mixture.settings, x, None, x, shared=None, bias=None)[0]
-    assert_close(y - mixture.call.unscaled, (1 - 1 / factor) * right, 4e-6)
 
 
 def test_padding_counts_for_nothing_but_its_own_output(mixture):
