@@ -46,6 +46,7 @@ def test_activations_match_scalar_formulas(values_and_gradients):
     assert_close(soft, np.exp(data) / np.exp(data).sum())
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("layer", [activations.GELU(), activations.LeakyReLU()])
 def test_integers_are_refused(layer):
     with pytest.raises(TypeError, match="int64, in which its constants would be truncated"):

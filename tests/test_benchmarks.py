@@ -25,6 +25,8 @@ def test_a_row_is_checked_timed_and_printed(backend, tmp_path, capsys):
 
 
 def test_a_wrong_result_is_refused_before_anything_is_timed(backend, tmp_path, monkeypatch):
+    if backend != "mlx":
+        pytest.skip("results of all backends are checked by the same lines")
     from benchmarks import race as racing
     from benchmarks.rows import norm_row
 

@@ -11,6 +11,8 @@ from pytensor_ml.checkpoint import load_state, save_state
 from pytensor_ml.layers import Linear
 from pytensor_ml.params import non_trainable, trainable
 
+pytestmark = pytest.mark.compiles_nothing
+
 
 def parameter(value, name="w", layer_name=None):
     return trainable(np.asarray(value), name, layer_name=layer_name)

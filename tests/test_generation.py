@@ -34,10 +34,12 @@ def frequencies(draws):
     return np.bincount(draws, minlength=5) / len(draws)
 
 
+@pytest.mark.compiles_nothing
 def test_greedy_takes_the_lowest_of_equal_logits():
     assert draw(n=1, temperature=0.0) == [1]
 
 
+@pytest.mark.compiles_nothing
 def test_draws_follow_the_softmax_at_a_temperature():
     squared = np.exp(2 * LOGITS[0].astype("float64"))
     expected = squared / squared.sum()
@@ -45,6 +47,7 @@ def test_draws_follow_the_softmax_at_a_temperature():
     assert stats.chisquare(counts, expected * counts.sum()).pvalue > 1e-3
 
 
+@pytest.mark.compiles_nothing
 def test_top_k_and_top_p_keep_the_likeliest_and_renormalize():
     assert set(draw(top_k=1)) == {1}
     np.testing.assert_allclose(frequencies(draw(top_k=3)), [0, 4 / 9, 1 / 9, 4 / 9, 0], atol=0.03)
@@ -52,12 +55,14 @@ def test_top_k_and_top_p_keep_the_likeliest_and_renormalize():
     assert set(draw(top_p=0.3)) == {1}
 
 
+@pytest.mark.compiles_nothing
 def test_the_lowest_ids_win_ties_for_a_place_in_the_top_k():
     rng = np.random.default_rng(0)
     tied = np.tile(np.array([0, 1], "float32"), (200, 500))
     assert set(sample(tied, temperature=1.0, top_k=3, top_p=1.0, rng=rng)) == {1, 3, 5}
 
 
+@pytest.mark.compiles_nothing
 def test_a_seed_reproduces_draws():
     np.testing.assert_array_equal(draw(n=50, seed=1), draw(n=50, seed=1))
     assert not np.array_equal(draw(n=50, seed=1), draw(n=50, seed=2))
@@ -175,6 +180,7 @@ def test_a_prompt_that_is_too_long_leaves_what_was_there(decoder):
     assert decoder.extend(np.array([[4], [5]])).argmax(axis=-1).tolist() == [3, 4]
 
 
+@pytest.mark.compiles_nothing
 def test_generation_drops_dropout(monkeypatch):
     block = TransformerBlock("block", d_model=4, n_head=1, dropout=0.9)
     model = CausalLM(
@@ -192,6 +198,7 @@ def test_generation_drops_dropout(monkeypatch):
     assert not collect_rng_updates([logits, *options["updates"].values()])
 
 
+@pytest.mark.compiles_nothing
 def test_a_capacity_beyond_the_model_is_refused():
     model = CausalLM(
         embedding=Embedding("tokens", n_embeddings=3, n_features=4),

@@ -83,6 +83,7 @@ def test_small_losses_are_exact(data, of_logits):
     assert abs(float(mean) - losses.mean()) < 5e-6
 
 
+@pytest.mark.compiles_nothing
 def test_second_derivatives_match_differences_of_first_ones():
     """The sums of exponentials, which the gradient reads, depend on the logits."""
     rng = np.random.default_rng(4)
@@ -103,6 +104,7 @@ def test_second_derivatives_match_differences_of_first_ones():
     assert_close(product, (after - before) / 2e-4 * counted[:, None] / 3, 5e-6)
 
 
+@pytest.mark.compiles_nothing
 def test_no_constant_is_too_large_to_be_cached():
     """Numba caches no function with a constant above 1e6 bytes, as ids of Gemma's classes are."""
     logits = pt.tensor("logits", shape=(None, 262_144), dtype="float32")
@@ -204,6 +206,7 @@ def test_logits_taken_for_probabilities_give_nan(of_probabilities):
     assert np.isfinite(of_probabilities(ids, q, p)[:2]).all()
 
 
+@pytest.mark.compiles_nothing
 def test_a_callable_reduction_gets_every_loss():
     shapes = []
 
@@ -217,6 +220,7 @@ def test_a_callable_reduction_gets_every_loss():
     assert shapes == [(3,), (3, CLASSES)]
 
 
+@pytest.mark.compiles_nothing
 def test_targets_follow_the_prediction():
     logits = pt.tensor("logits", shape=(None, 3, CLASSES), dtype="float32")
     _, ids = supervised_loss(logits, CrossEntropy(expect_logits=True))
@@ -225,6 +229,7 @@ def test_targets_follow_the_prediction():
     assert (q.type.shape, q.type.dtype) == ((None, 3, CLASSES), "float32")
 
 
+@pytest.mark.compiles_nothing
 def test_errors_name_what_does_not_fit():
     p = pt.tensor("p", shape=(4, CLASSES), dtype="float32")
     ids = pt.tensor("ids", shape=(3,), dtype="int64")

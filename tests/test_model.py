@@ -228,6 +228,7 @@ def test_a_step_whose_loss_is_not_finite_says_why_and_changes_nothing(scored):
         step(x, target)
 
 
+@pytest.mark.compiles_nothing
 def test_parameters_that_a_loss_does_not_reach_are_named():
     x = Input("x", (None, 2))
     branches = [Linear(name, n_in=2, n_out=1)(x) for name in ("a", "b")]
@@ -270,6 +271,7 @@ def test_logits_taken_for_probabilities_are_told_from_other_faults():
         Model([model.y])
 
 
+@pytest.mark.compiles_nothing
 def test_one_seed_draws_the_same_parameters():
     y = Linear("fc", n_in=2, n_out=3)(Input("x", (None, 2)))
     model = Model(y)

@@ -56,6 +56,7 @@ FROZEN = sorted(p.name for p in [*GOLDEN.glob("format_*"), *GOLDEN.glob("publish
 IN_PYTHON = {"mode": "FAST_COMPILE", "linker": "py", "cxx": ""}
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", FROZEN)
 def test_files_of_yesterday_give_what_they_gave(name):
     inputs, outputs = from_pretrained(GOLDEN / name)
@@ -70,6 +71,7 @@ def test_files_of_yesterday_give_what_they_gave(name):
         assert_close(np.nan_to_num(result), np.nan_to_num(expected[key]), tolerance=3e-6)
 
 
+@pytest.mark.compiles_nothing
 def test_there_is_a_frozen_file_of_each_version():
     versions = {config_of(GOLDEN / name)["format_version"] for name in FROZEN}
     assert versions == {pretrained.PUBLISHED_VERSION, pretrained.GRAPH_FORMAT_VERSION}
@@ -104,6 +106,7 @@ def test_a_network_gives_the_same_bits_and_gradients(tmp_path):
     assert counted == new_counted == 3
 
 
+@pytest.mark.compiles_nothing
 def test_parameters_keep_what_they_are(tmp_path):
     x = Input("x", shape=(None, 6))
     fc = Linear("fc", n_in=6, n_out=4, weight_initializer=NormalInitializer(mean=1.0, std=0.25))
@@ -150,6 +153,7 @@ def test_parameters_keep_what_they_are(tmp_path):
     np.testing.assert_array_equal(values_of(from_pretrained(tmp_path)[1])["bare"], [1, 2])
 
 
+@pytest.mark.compiles_nothing
 def test_tied_weights_are_one_tensor(tmp_path):
     ids = Input("ids", shape=(None, 3), dtype="int64")
     table = Embedding("tokens", n_embeddings=7, n_features=4)
@@ -163,6 +167,7 @@ def test_tied_weights_are_one_tensor(tmp_path):
     assert gradient.type.shape == (7, 4)
 
 
+@pytest.mark.compiles_nothing
 def test_layers_of_one_name_come_back_in_their_order(tmp_path):
     x = Input("x", shape=(None, 4))
     layers = [Linear(n_in=4, n_out=4) for _ in range(3)]
@@ -181,6 +186,7 @@ def test_layers_of_one_name_come_back_in_their_order(tmp_path):
     load_state(state, tmp_path / "model.safetensors")
 
 
+@pytest.mark.compiles_nothing
 def test_layers_applied_to_each_other_keep_their_own_values(tmp_path):
     """Of one name and shape, so that values of the wrong layer would fit."""
     first, second = (Linear(n_in=2, n_out=2) for _ in range(2))
@@ -193,6 +199,7 @@ def test_layers_applied_to_each_other_keep_their_own_values(tmp_path):
     assert [float(v.get_value().mean()) for v in (W, b, *x.owner.inputs[1:])] == [1, 11, 0, 10]
 
 
+@pytest.mark.compiles_nothing
 def test_inputs_come_in_calling_order_and_outputs_as_they_were(tmp_path):
     x, y = Input("x", shape=(3,)), Input("y", shape=(3,))
     path = tmp_path / "network.json"
@@ -210,6 +217,7 @@ def test_inputs_come_in_calling_order_and_outputs_as_they_were(tmp_path):
         save_network(x - w, path, inputs=[x, w])
 
 
+@pytest.mark.compiles_nothing
 def test_an_architecture_alone_is_drawn_anew(tmp_path):
     x = Input("x", shape=(None, 60))
     law = NormalInitializer(mean=5.0, std=0.1)
@@ -228,6 +236,7 @@ def test_an_architecture_alone_is_drawn_anew(tmp_path):
             load_network(tmp_path / "network.json")
 
 
+@pytest.mark.compiles_nothing
 def test_generators_go_on_only_if_asked(tmp_path):
     x = Input("x", shape=(4,))
     y = Dropout("drop", p=0.5, random_state=3)(x)
@@ -243,6 +252,7 @@ def test_generators_go_on_only_if_asked(tmp_path):
         assert (draws(load(path)[1]) != expected).all()
 
 
+@pytest.mark.compiles_nothing
 def test_initializers_are_those_registered(tmp_path):
     class Ramp(Initializer):
         __props__ = ("stop",)
@@ -270,6 +280,7 @@ def test_initializers_are_those_registered(tmp_path):
         register_initializer(np.zeros)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("make", [lambda depth: stack(depth, dropout=0.0), praxis])
 def test_a_config_hardly_grows_with_depth(make, tmp_path):
     sizes = []
@@ -309,6 +320,7 @@ WRONG_WEIGHTS = {
 }
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("kind", WRONG_WEIGHTS)
 def test_weights_of_another_network_are_refused(folder, kind):
     tensors, match = WRONG_WEIGHTS[kind]
@@ -317,6 +329,7 @@ def test_weights_of_another_network_are_refused(folder, kind):
         from_pretrained(folder)
 
 
+@pytest.mark.compiles_nothing
 def test_weights_of_another_tool_are_loaded(folder):
     tensors = {"fc_W": np.full((3, 2), 7, "float16"), "fc_b": np.zeros(2, "float32")}
     save_file(tensors, folder / "model.safetensors")
@@ -325,6 +338,7 @@ def test_weights_of_another_tool_are_loaded(folder):
     assert (found["fc_W"] == 7).all()
 
 
+@pytest.mark.compiles_nothing
 def test_files_of_two_networks_are_not_mixed(folder, tmp_path):
     other = tmp_path / "other"
     x = Input("x", shape=(None, 3))
@@ -334,6 +348,7 @@ def test_files_of_two_networks_are_not_mixed(folder, tmp_path):
         from_pretrained(folder)
 
 
+@pytest.mark.compiles_nothing
 def test_what_a_folder_may_be(folder, tmp_path):
     for name in ("config.json", "model.safetensors"):
         moved = (folder / name).rename(tmp_path / "moved")
@@ -363,6 +378,7 @@ def test_what_a_folder_may_be(folder, tmp_path):
         from_pretrained(folder, "pytensor")
 
 
+@pytest.mark.compiles_nothing
 def test_published_checkpoints_come_as_graphs(tmp_path):
     source = GOLDEN / "llama_gqa"
     [ids], logits = from_pretrained(source)
@@ -413,6 +429,7 @@ def test_a_killed_process_leaves_the_old_network_or_the_new(tmp_path):
     assert len(at_each_step) > 6
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("step", ["_read_config", "fill"])
 def test_a_network_saved_while_another_loads_is_loaded(folder, monkeypatch, step):
     other = Linear("fc", n_in=3, n_out=5)(Input("x", shape=(None, 3)))
@@ -430,6 +447,7 @@ def test_a_network_saved_while_another_loads_is_loaded(folder, monkeypatch, step
     np.testing.assert_array_equal(values_of(y)["fc_W"], values_of(other)["fc_W"])
 
 
+@pytest.mark.compiles_nothing
 def test_a_network_of_two_files_saved_apart(tmp_path):
     y = Linear("fc", n_in=3, n_out=2)(Input("x", shape=(None, 3)))
     save_network(y, tmp_path / "config.json")
@@ -438,6 +456,7 @@ def test_a_network_of_two_files_saved_apart(tmp_path):
     np.testing.assert_array_equal(values_of(new)["fc_W"], values_of(y)["fc_W"])
 
 
+@pytest.mark.compiles_nothing
 def test_a_folder_and_a_file_are_not_taken_for_each_other(folder):
     y = Linear("fc", n_in=3, n_out=2)(Input("x", shape=(None, 3)))
     for save in (save_network, lambda y, path: save_state(collect_shared_variables(y), path)):
@@ -447,6 +466,7 @@ def test_a_folder_and_a_file_are_not_taken_for_each_other(folder):
         save_pretrained(y, folder / "config.json")
 
 
+@pytest.mark.compiles_nothing
 def test_a_config_too_large_to_load_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "LONGEST_JSON", 1000)
     x = Input("x", shape=(2000,))

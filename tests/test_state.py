@@ -12,6 +12,8 @@ from pytensor_ml.state import (
     initialize_params,
 )
 
+pytestmark = pytest.mark.compiles_nothing
+
 
 @pytest.mark.parametrize("law", [XavierNormalInitializer(), XavierUniformInitializer()])
 def test_xavier_laws_have_the_variance_of_the_fans(law):

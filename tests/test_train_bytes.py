@@ -37,6 +37,7 @@ def test_training_stops_when_interrupted_and_resumes(backend, tmp_path):
     assert (tmp_path / "train_bytes.png").stat().st_size > 1000
 
 
+@pytest.mark.compiles_nothing
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     command = [sys.executable, SCRIPT, "--quick", "--resume", "--folder", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -382,18 +382,21 @@ def attention_op_of(layer):
     return next(node.op for node in nodes if isinstance(node.op, AttentionLayer))
 
 
+@pytest.mark.compiles_nothing
 def test_head_width_does_not_follow_the_hidden_size():
     layer = MultiheadAttention(n_embd=2560, n_head=32, head_dim=128)
     assert layer.q_proj.W.type.shape == (2560, 4096)
     assert attention_op_of(layer).scale == 1 / math.sqrt(128)
 
 
+@pytest.mark.compiles_nothing
 def test_causal_self_attention_is_causal():
     layer = CausalSelfAttention(n_embd=12, n_head=4, n_kv_head=2)
     assert attention_op_of(layer).is_causal
     assert layer.k_proj.W.type.shape == (12, 6)
 
 
+@pytest.mark.compiles_nothing
 def test_no_float64():
     q, k, v, mask = tensors(q=(2, 4, 3, 8), k=(2, 2, 5, 8), v=(2, 2, 5, 6), mask=(3, 5))
     keys, values = tensors(keys=CACHE[0].shape, values=CACHE[1].shape)
@@ -430,6 +433,7 @@ def test_more_than_one_batch_axis(backend):
     assert_close(result, reference.attention(*values, is_causal=True))
 
 
+@pytest.mark.compiles_nothing
 def test_heads_without_a_batch_axis_take_the_kernels_of_four_axes():
     q, k, v, mask = tensors(q=(4, 3, 8), k=(2, 5, 8), v=(2, 5, 6), mask=(3, 5))
     y = scaled_dot_product_attention(q, k, v, mask=mask)
@@ -438,11 +442,13 @@ def test_heads_without_a_batch_axis_take_the_kernels_of_four_axes():
     assert (y.type.shape, y.name) == ((4, 3, 6), "attention_output")
 
 
+@pytest.mark.compiles_nothing
 def test_a_batch_that_one_input_knows_is_known():
     q, k, v = tensors(q=(None, 4, 3, 8), k=(2, 2, 5, 8), v=(None, 2, 5, 6))
     assert scaled_dot_product_attention(q, k, v).type.shape == (2, 4, 3, 6)
 
 
+@pytest.mark.compiles_nothing
 def test_static_shapes():
     q, k, v = tensors(q=(2, 4, 3, 8), k=(2, 2, None, 8), v=(2, 2, None, 6))
     assert scaled_dot_product_attention(q, k, v).type.shape == (2, 4, 3, 6)
@@ -454,6 +460,7 @@ def test_static_shapes():
     assert layer(x).type.shape == (None, 3, 12)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
@@ -478,6 +485,7 @@ def test_errors(shapes, options, message):
         scaled_dot_product_attention(q, k, v, **options)
 
 
+@pytest.mark.compiles_nothing
 def test_layer_errors():
     with pytest.raises(ValueError, match=r"n_embd=10.*n_head=4"):
         MultiheadAttention(n_embd=10, n_head=4)

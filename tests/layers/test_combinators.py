@@ -84,6 +84,7 @@ def test_state_inside_a_block_is_written_back(dropout_block):
     assert count.get_value() == before + 1
 
 
+@pytest.mark.compiles_nothing
 def test_two_writes_of_one_state_are_refused():
     count = non_trainable(np.zeros((), "float32"), name="count")
     x = Input("x", shape=(None, 3), dtype="float32")
@@ -101,6 +102,7 @@ def test_prediction_drops_dropout_inside_a_block(dropout_block):
     assert len(block.inputs) == 3  # x, the weight and the count; no mask
 
 
+@pytest.mark.compiles_nothing
 def test_a_block_refuses_a_draw_that_depends_on_values():
     x = Input("x", shape=(None,), dtype="float32")
     rng = pytensor.shared(np.random.default_rng())
@@ -108,6 +110,7 @@ def test_a_block_refuses_a_draw_that_depends_on_values():
         call_as_block(lambda x: pt.random.normal(x, rng=rng), x)
 
 
+@pytest.mark.compiles_nothing
 def test_a_block_takes_any_number_of_outputs_and_hands_none_on():
     x = Input("x", shape=(None,), dtype="float32")
     outputs = call_as_block(lambda x, mask: [x, mask is None, x * 2][::2], x, None)
@@ -122,6 +125,7 @@ def test_combinators_join_and_reshape():
     np.testing.assert_array_equal(joined, np.hstack([data[..., 0], data[..., 0] * 2]))
 
 
+@pytest.mark.compiles_nothing
 def test_a_sequence_refuses_what_is_no_layer():
     with pytest.raises(TypeError, match=r"Sequential got a list.*Sequential\(\*layers\)"):
         Sequential([Flatten])

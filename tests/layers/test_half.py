@@ -66,6 +66,7 @@ def test_halved_layers_compute_in_float32_with_rounded_weights():
     assert_close(made_dx, right @ W.T)
 
 
+@pytest.mark.compiles_nothing
 def test_what_float16_cannot_hold_is_left_as_it_is():
     first, last = (Linear(name, n_in=2, n_out=2) for name in ("first", "last"))
     last.W.set_value(np.array([[1, 2], [3, -7e4]], "float32"))

@@ -108,6 +108,7 @@ def test_feed_forwards_match_numpy():
     assert_close(b, [[2 * 0.5 + 10 * 4 / (1 + np.exp(-1))]])
 
 
+@pytest.mark.compiles_nothing
 def test_errors_name_the_value_and_the_fix():
     x = Input("x", shape=(None, 7), dtype="float32")
     with pytest.raises(ValueError, match=r"fc maps a last axis of width 3.*\(None, 7\)"):

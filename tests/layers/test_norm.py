@@ -238,6 +238,7 @@ def test_float16_is_refused_on_numba(backend):
                 pytensor.function([x], graph)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("layer_type", OPS)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("parameter_dtype", ["float32", "float64"])
@@ -253,6 +254,7 @@ def test_dtypes_and_static_shapes(layer_type, dtype, parameter_dtype):
         assert gradient.type == parameter.type.clone(shape=(WIDTH,))
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("layer_type", OPS)
 @pytest.mark.parametrize("parameter_dtype", ["float32", "float64"])
 def test_float32_graphs_have_no_float64(layer_type, parameter_dtype):
@@ -269,6 +271,7 @@ def test_float32_graphs_have_no_float64(layer_type, parameter_dtype):
         assert getattr(node.op, "acc_dtype", None) != "float64", node
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("layer_type", OPS)
 def test_a_norm_is_one_op_and_so_is_its_gradient(layer_type):
     x, dy = (pt.tensor(name, shape=(None, WIDTH), dtype="float32") for name in ("x", "dy"))
@@ -280,6 +283,7 @@ def test_a_norm_is_one_op_and_so_is_its_gradient(layer_type):
     assert graph[0].name == f"{layer_type.__name__}_output"
 
 
+@pytest.mark.compiles_nothing
 def test_parameters_start_as_the_plain_norm():
     rms, zero_centered, layer = RMSNorm(n_in=3), ZeroCenteredRMSNorm(n_in=3), LayerNorm(n_in=3)
     for parameter, name, value in [
@@ -292,6 +296,7 @@ def test_parameters_start_as_the_plain_norm():
         np.testing.assert_array_equal(parameter.get_value(), np.full(3, value))
 
 
+@pytest.mark.compiles_nothing
 def test_layer_norm_op_takes_loc_before_scale():
     layer = LayerNorm(n_in=3)
     y = layer(pt.tensor("x", shape=(None, 3), dtype="float32"))
@@ -321,6 +326,7 @@ def test_gradient_of_a_gradient(backend):
         assert relative_error(result, (ahead - behind) / 2e-4) < 1e-4
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("layer_type", OPS)
 def test_width_is_that_of_the_first_input(layer_type):
     layer = layer_type("norm")
@@ -341,6 +347,7 @@ def test_a_width_unknown_when_compiled_is_checked_when_run(by_rank):
             runs[2](np.ones(shape, "float32"), np.ones(shape, "float32"))
 
 
+@pytest.mark.compiles_nothing
 def test_unfit_arguments_are_refused():
     with pytest.raises(TypeError, match=r"int64.*Cast"):
         RMSNorm(n_in=3)(pt.lmatrix("x"))
@@ -351,6 +358,7 @@ def test_unfit_arguments_are_refused():
             RMSNorm("norm", n_in=3, epsilon=epsilon)
 
 
+@pytest.mark.compiles_nothing
 def test_importing_a_layer_imports_no_backend():
     code = "import sys, pytensor_ml.layers.norm; print({'jax', 'mlx', 'numba'} & set(sys.modules))"
     result = subprocess.run(

@@ -246,6 +246,7 @@ def test_dynamic_goes_by_the_length_at_hand():
     assert compiled(np.zeros(0, "int64")).shape == (0, 64, 2)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("kind", KINDS)
 def test_frequencies_equal_reference(kind):
     theta, attention = reference_frequencies(as_mapping(**KINDS[kind]), 16, 10_000)
@@ -254,6 +255,7 @@ def test_frequencies_equal_reference(kind):
     np.testing.assert_allclose(attention_factor, float(attention), rtol=1e-15)
 
 
+@pytest.mark.compiles_nothing
 def test_frequencies_equal_those_of_transformers():
     for entry in GOLDEN["entries"]:
         scaling = dict(entry["scaling"])
@@ -269,6 +271,7 @@ def test_frequencies_equal_those_of_transformers():
         np.testing.assert_allclose(attention_factor, entry["attention_factor"], rtol=1e-12)
 
 
+@pytest.mark.compiles_nothing
 def test_frequencies_equal_published_numbers():
     def frequencies(rotary_dim, base, **scaling):
         return rotary_frequencies(rotary_dim=rotary_dim, base=base, scaling=scaling)[0]
@@ -295,6 +298,7 @@ def test_frequencies_equal_published_numbers():
     np.testing.assert_allclose(base, 40889.9424, rtol=1e-8)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("numbers", "expected"),
     [
@@ -474,11 +478,13 @@ def test_equal_tables_are_computed_once():
     assert sum("ApplyRotary" in str(type(op)) for op in ops) == 6
 
 
+@pytest.mark.compiles_nothing
 def test_a_table_of_constant_positions_is_made_when_it_runs():
     table = rewrite_graph(rotary_table(pt.constant(range(5)), rotary_dim=8))
     assert isinstance(table.owner.op, RotaryTable)
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
 def test_pullback_is_one_op(pairing):
     x = pt.tensor("x", shape=(2, 3, 5, 8))
@@ -491,6 +497,7 @@ def test_pullback_is_one_op(pairing):
         pt.grad(rotated.sum(), table)
 
 
+@pytest.mark.compiles_nothing
 def test_float32_graph_has_no_float64():
     x = pt.tensor("x", shape=(None, 3, None, 12), dtype="float32")
     for scaling in ("none", DYNAMIC, LONGROPE, KINDS["yarn"]["scaling"]):
@@ -504,6 +511,7 @@ def test_float32_graph_has_no_float64():
                     assert data.nbytes < 1_000_000
 
 
+@pytest.mark.compiles_nothing
 def test_static_shapes_and_names():
     x = pt.tensor("x", shape=(2, None, 5, 16))
     layer = RotaryEmbedding("rotary", rotary_dim=8)
@@ -517,6 +525,7 @@ def test_static_shapes_and_names():
     assert IntegerRotaryEmbedding(12, 8, 10_000, 64)(pt.arange(5)[None]).type.shape == (1, 5, 6, 2)
 
 
+@pytest.mark.compiles_nothing
 def test_partial_rotary_factor_of_a_mapping():
     x, p = pt.tensor("x", shape=(3, 5, 256), dtype="float32"), pt.arange(5)
     scaling = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
@@ -533,6 +542,7 @@ X = pt.tensor("x", shape=(2, 3, 5, 8))
 P = pt.lvector("p")
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("error", "match", "call"),
     [
@@ -593,6 +603,7 @@ def test_wrong_arguments_raise_at_the_call(error, match, call):
         call()
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("match", "options"),
     [

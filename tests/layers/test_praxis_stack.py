@@ -182,6 +182,7 @@ def test_the_step_counted_loads_and_moved_the_selection_bias(step):
     assert_close(stack.blocks[1].feed_forward.bias.get_value(), moved)
 
 
+@pytest.mark.compiles_nothing
 def test_branch_scales_follow_depth_and_are_saved():
     stack = trunk(depth=4, dense_blocks=range(4))
     x, positions = pt.tensor3("x", dtype="float32"), pt.lmatrix("positions")
@@ -197,6 +198,7 @@ def test_branch_scales_follow_depth_and_are_saved():
     )
 
 
+@pytest.mark.compiles_nothing
 def test_two_kinds_of_block_and_one_table_whatever_the_depth():
     x = Input("x", shape=(None, None, DIM), dtype="float32")
     x_mod = Input("x_mod", shape=(None, None, CONDITIONING), dtype="float32")
@@ -210,6 +212,7 @@ def test_two_kinds_of_block_and_one_table_whatever_the_depth():
     assert y.type.shape == (None, None, DIM)
 
 
+@pytest.mark.compiles_nothing
 def test_a_modulator_starts_with_shifts_of_0_and_scales_of_1():
     [block] = trunk(depth=1, dense_blocks=(0,)).blocks
     bias = block.modulator.b
@@ -247,6 +250,7 @@ def test_modulation_of_float32_in_float16_is_refused_on_numba(backend):
         pytensor.function([x, shift, scale], modulate(x, shift, scale, "float16"))
 
 
+@pytest.mark.compiles_nothing
 def test_padding_is_not_counted_by_a_mixture_in_a_stack():
     stack = trunk(depth=2, dense_blocks=(0,))
     x = Input("x", shape=(None, None, DIM), dtype="float32")
@@ -258,6 +262,7 @@ def test_padding_is_not_counted_by_a_mixture_in_a_stack():
     assert valid in ancestors([moe.balance_loss])
 
 
+@pytest.mark.compiles_nothing
 def test_errors():
     with pytest.raises(ValueError, match=r"blocks 0 to 2, so \[3\] cannot be dense"):
         trunk(dense_blocks=(3,))

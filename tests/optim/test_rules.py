@@ -211,6 +211,7 @@ def test_parameters_can_be_scalars():
     assert_close(np.asarray(w.get_value()), 2.5)
 
 
+@pytest.mark.compiles_nothing
 def test_errors_name_the_value_and_the_fix():
     w, unused = (trainable(np.ones(2, "float32"), name=name) for name in ("w", "unused"))
     loss = (w**2).sum()

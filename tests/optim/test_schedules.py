@@ -40,10 +40,12 @@ def test_schedules_match_numpy():
         np.testing.assert_allclose(run(np.float32(i)), expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.compiles_nothing
 def test_a_schedule_of_an_integer_step_follows_floatX():
     assert cosine_schedule(0.1, 10)(3).type.dtype == pytensor.config.floatX
 
 
+@pytest.mark.compiles_nothing
 def test_errors_name_the_value():
     with pytest.raises(ValueError, match="total_steps=0"):
         cosine_schedule(0.1, 0)

@@ -14,11 +14,13 @@ from pytensor_ml.pytensorf import (
 from pytensor_ml.pytensorf import compile as compile_module
 
 
+@pytest.mark.compiles_nothing
 def test_an_unknown_backend_is_named_with_those_there_are():
     with pytest.raises(ValueError, match=r"'cuda'.*c, numba, jax, mlx"):
         backend_mode("cuda")
 
 
+@pytest.mark.compiles_nothing
 @pytest.mark.parametrize("name", ["jax", "mlx"])
 def test_a_backend_that_is_not_installed_comes_with_the_command(name, monkeypatch):
     monkeypatch.setattr(compile_module, "find_spec", lambda package: None)
@@ -39,6 +41,7 @@ def test_a_seed_makes_draws_reproducible_and_calls_differ(backend):
         np.testing.assert_array_equal(again(), draws)
 
 
+@pytest.mark.compiles_nothing
 def test_two_draws_from_one_state_are_refused():
     rng = pytensor.shared(np.random.default_rng(0))
     draws = pt.random.normal(rng=rng) + pt.random.uniform(rng=rng)
