@@ -9,7 +9,7 @@ from pytensor_ml.models import Tokenizer, load_causal_lm
 
 EXPECTED = np.load(Path(__file__).parents[1] / "golden" / "gemma3_270m" / "expected.npz")
 PROMPTS = [EXPECTED[f"ids{i}"].tolist() for i in range(2)]
-N_NEW = 12
+N_NEW = 24
 
 
 @pytest.mark.compiles_nothing
@@ -32,5 +32,4 @@ def test_gemma3_270m_generates_what_transformers_does():
         assert set(np.argsort(row)[-8:]) == set(top[:8])
     new = np.array(list(generate(decoder, PROMPTS, max_new_tokens=N_NEW)))
     for i, prompt in enumerate(PROMPTS):
-        whole = prompt + new[:, i].tolist()
-        assert whole == EXPECTED[f"gen{i}"][: len(whole)].tolist()
+        assert prompt + new[:, i].tolist() == EXPECTED[f"gen{i}"].tolist()
