@@ -12,6 +12,9 @@ from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivation
 
 Array = np.ndarray
 
+# Without leave to reorder products, which may overflow in another order.
+FASTMATH = {"contract", "nsz"}
+
 
 def are_alike(op: GatedActivationLayer | GatedActivationPullback) -> bool:
     """Return whether the inputs have one dtype and one axis or more, of which none is broadcast."""
@@ -63,7 +66,7 @@ def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
     return y
 
 
-@numba_njit(error_model="numpy")
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
 def activate_part(
     first: int, stop: int, gate: Array, value: Array, beta: float, cubic: float, y: Array
 ) -> None:
@@ -88,7 +91,7 @@ def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) ->
     return dgate, dvalue
 
 
-@numba_njit(error_model="numpy")
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
 def gradients_part(
     first: int,
     stop: int,
