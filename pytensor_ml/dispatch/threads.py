@@ -11,6 +11,7 @@ addresses from here.
 """
 
 import ctypes
+import os
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -28,12 +29,15 @@ from pytensor.link.numba.cache import compile_numba_function_src
 from scipy.linalg import cython_blas
 
 # What the threads have in common, as places in STATE; what changes often has a line of the
-# processor's cache to itself. A ticket is 2^32 times the number of a job, plus its next part: a
-# part is taken only of the very job whose work was read.
+# processor's cache, 8 words, to itself. A ticket is 2^32 times the number of a job, plus its next
+# part: a part is taken only of the very job whose work was read.
 TICKET, N_DONE, N_ASLEEP, IS_BUSY = 0, 8, 16, 24
-WORK, ARGUMENT, N_PARTS, N_THREADS, N_STARTED, PROCESS, HANDLE = range(32, 39)
+WORK, ARGUMENT, N_PARTS, N_THREADS, N_STARTED, HANDLE = range(32, 38)
 LOCK, WAKE = 40, 56
-STATE = np.zeros(72, np.int64)
+_memory = np.zeros(80, np.int64)
+STATE = _memory[-_memory.ctypes.data // 8 % 8 :][:72]
+# Threads read it until the process ends.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(STATE))
 
 NEXT_JOB = 2**32
 NO_PART = 2**32 - 1
@@ -73,7 +77,6 @@ pthread_mutex_unlock = _external("pthread_mutex_unlock", 1)
 pthread_cond_init = _external("pthread_cond_init", 2)
 pthread_cond_wait = _external("pthread_cond_wait", 2)
 pthread_cond_broadcast = _external("pthread_cond_broadcast", 1)
-getpid = _external("getpid", 0)
 sched_yield = _external("sched_yield", 0)
 get_blas_threads = _external("pytensor_ml_get_blas_threads", 0)
 set_blas_threads = _external("pytensor_ml_set_blas_threads", 1, types.int32)
@@ -180,7 +183,7 @@ def take_parts(own: int) -> None:
 
 
 def serve(own: int) -> int:
-    """Be a thread."""
+    """Take parts of jobs for as long as the process lives: what a thread does."""
     while True:
         turn = 0
         while turn < PATIENCE:
@@ -200,14 +203,11 @@ def serve(own: int) -> int:
 
 @register_jitable
 def start_threads(n_threads: int) -> None:
-    """Start what is missing."""
-    if get(PROCESS) != getpid():
-        # The first job of this process, to which a fork left the state of another's threads.
+    """Start what is missing; the caller's is one of them."""
+    if get(N_STARTED) == 0:
         pthread_mutex_init(address_of(LOCK), 0)
         pthread_cond_init(address_of(WAKE), 0)
-        put(N_ASLEEP, 0)
         put(N_STARTED, 1)
-        put(PROCESS, getpid())
     while get(N_STARTED) < n_threads:
         if pthread_create(address_of(HANDLE), 0, address_of_serve(), get(N_STARTED)) != 0:
             break
@@ -223,7 +223,6 @@ def share(work: int, argument: int, n_parts: int, n_threads: int) -> None:
     put(WORK, work)
     put(ARGUMENT, argument)
     put(N_PARTS, n_parts)
-    put(N_THREADS, n_threads)
     put(N_DONE, 0)
     put(TICKET, job)
     if get(N_ASLEEP) > 0:
@@ -238,8 +237,9 @@ def share(work: int, argument: int, n_parts: int, n_threads: int) -> None:
 def run(work: int, argument: int, n_parts: int) -> None:
     n_threads = get_blas_threads() if HAS_THREADS else 1
     if HAS_THREADS and n_threads > 1 and replace(IS_BUSY, 0, 1):
-        # Also for a single part: what OpenBLAS's threads have done once, they look for again for
-        # some hundredths of a second.
+        put(N_THREADS, n_threads)
+        # Also for a single part: OpenBLAS's threads, once used, keep a processor busy for some
+        # hundredths of a second, looking for more.
         set_blas_threads(1)
         if n_parts > 1:
             share(work, argument, n_parts, n_threads)
@@ -262,7 +262,7 @@ def _compiled(function: Any, kind: Any) -> Any:
     made: Any = CFunc(function, (kind.args, kind.return_type), {}, {})
     if config.numba__cache:
         name = function.__name__
-        key = sha256(Path(__file__).read_bytes() + bytes(HAS_THREADS)).hexdigest()
+        key = sha256(Path(__file__).read_bytes() + str(HAS_THREADS).encode()).hexdigest()
         made._cache = FunctionCache(
             compile_numba_function_src(
                 f"def {name}(): pass", name, {"__name__": __name__}, cache_key=f"{key}_{name}"
@@ -285,3 +285,16 @@ RUN = _compiled(run, types.void(types.intp, types.intp, types.intp))
 COUNT_THREADS = _compiled(count_threads, types.intp())
 binding.add_symbol("pytensor_ml_run", RUN)
 binding.add_symbol("pytensor_ml_count_threads", COUNT_THREADS)
+
+
+def _forget_threads() -> None:
+    """Begin anew in a forked process, which has the state of the other's threads, without them."""
+    if STATE[IS_BUSY]:
+        # Forked beside a job: by a thread that lets others have Python's lock meanwhile.
+        set_threads: Any = _blas_function("set_num_threads")
+        ctypes.CFUNCTYPE(None, ctypes.c_int)(set_threads)(int(STATE[N_THREADS]))
+    STATE[[N_ASLEEP, IS_BUSY, N_STARTED]] = 0
+
+
+if HAS_THREADS:
+    os.register_at_fork(after_in_child=_forget_threads)

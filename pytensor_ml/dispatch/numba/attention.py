@@ -47,11 +47,10 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
         n_kv_head, n_keys = k.shape[1:3]
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
+        seen = None if mask is None else np.empty(0, np.bool_)
         for item in range(first, stop):
             b, h = item // n_kv_head, item % n_kv_head
-            if mask is None:
-                seen = None
-            else:
+            if mask is not None and (item == first or h == 0):
                 seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
             keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
             for i in range(0, n_queries, per_block):
@@ -111,11 +110,10 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
         n_kv_head, n_keys = k.shape[1:3]
         group = n_head // n_kv_head
         per_block = max(1, BLOCK // group)
+        seen = None if mask is None else np.empty(0, np.bool_)
         for item in range(first, stop):
             b, h = item // n_kv_head, item % n_kv_head
-            if mask is None:
-                seen = None
-            else:
+            if mask is not None and (item == first or h == 0):
                 seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
             keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
             for i in range(0, n_queries, per_block):

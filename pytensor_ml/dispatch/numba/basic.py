@@ -67,7 +67,13 @@ def register_kernel[F: Callable[..., Any]](
 
 
 SOURCES = sha256(
-    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    b"".join(
+        path.read_bytes()
+        for path in (
+            Path(__file__).parents[1] / "threads.py",
+            *sorted(Path(__file__).parent.glob("*.py")),
+        )
+    )
 ).hexdigest()
 
 

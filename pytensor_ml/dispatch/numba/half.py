@@ -13,7 +13,7 @@ from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
 from pytensor_ml.dispatch.numba.products import multiply, multiply_vector
-from pytensor_ml.dispatch.numba.threads import count_parts, in_threads, thread_count
+from pytensor_ml.dispatch.numba.threads import count_parts, count_threads, in_threads
 from pytensor_ml.layers.half import Widen
 
 Array = np.ndarray
@@ -159,7 +159,8 @@ def overload_multiply_by_weight(rows: Any, W: Any, made: Any) -> Callable:
                 inner_products_in_threads(W.shape[1], n_parts, rows[i], columns, made[i])
         else:
             words = np.ascontiguousarray(W)
-            n_parts = min(thread_count(), count_parts(W.shape[1], W.size * W.itemsize))
+            # Few, as the parts of a row that a thread reads lie apart.
+            n_parts = min(count_threads(), count_parts(W.shape[1], W.size * W.itemsize))
             for i in range(len(rows)):
                 weighted_sum_in_threads(W.shape[1], n_parts, rows[i], words, made[i])
 

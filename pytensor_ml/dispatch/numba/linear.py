@@ -24,7 +24,8 @@ def is_covered(op: LinearLayer) -> bool:
     """Return whether all have one dtype, or the weight is of words and the others of float32."""
     dtypes = [kind.dtype for kind in (*op.input_types, *op.output_types)]
     weight = dtypes.pop(1)
-    return set(dtypes) == ({"float32"} if weight == "uint16" else {weight})
+    covered = ({"float32"},) if weight == "uint16" else ({"float32"}, {"float64"})
+    return {*dtypes, weight} - {"uint16"} in covered
 
 
 @register_kernel(LinearLayer, covers=is_covered)

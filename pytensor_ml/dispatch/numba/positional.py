@@ -21,7 +21,6 @@ from pytensor_ml.layers.rotary_scaling import DIGITS, TWO_PI, scaled_frequencies
 
 Array = np.ndarray
 
-
 LAST_POSITION = 2**POSITION_BITS - 1
 RADIANS = 2 * np.pi / 2.0**64
 

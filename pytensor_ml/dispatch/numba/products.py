@@ -12,12 +12,20 @@ from numba import types
 from numba.core.cgutils import alloca_once_value, get_or_insert_function
 from numba.extending import get_cython_function_address, intrinsic, overload
 from pytensor.link.numba.dispatch.basic import numba_njit
+from scipy.linalg import cython_blas
 
-from pytensor_ml.dispatch.numba.threads import LEAST_BYTES, in_threads, thread_count
+from pytensor_ml.dispatch.numba.threads import LEAST_BYTES, count_threads, in_threads
 
 Array = np.ndarray
 
 for name in ("sgemm", "dgemm", "sgemv", "dgemv"):
+    capsule = cython_blas.__pyx_capi__[name]
+    # Its name is its signature; PyCapsule has no other way to tell.
+    if ", int *" not in repr(capsule):
+        raise NotImplementedError(
+            "These Numba kernels need a SciPy whose BLAS has 32-bit integers; this one has "
+            f"{capsule!r}. Compile for another backend."
+        )
     address = get_cython_function_address("scipy.linalg.cython_blas", name)
     binding.add_symbol(f"pytensor_ml_{name}", address)
 
@@ -33,7 +41,7 @@ CHAR = ir.IntType(8)
 
 def _call_blas(context: Any, builder: Any, name: str, kind: Any, arguments: Any) -> None:
     """Call a function of Fortran with characters, integers, floats and addresses."""
-    prefix = "s" if kind == types.float32 else "d"
+    prefix = {types.float32: "s", types.float64: "d"}[kind]
     pointers = []
     for argument, as_type in arguments:
         if as_type is None:
@@ -198,12 +206,12 @@ def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
         if keep == 0:
             c[:] = 0
         return
-    _kept_a, at_a, a_stride, a_transposed = in_memory(a)
-    _kept_b, at_b, b_stride, b_transposed = in_memory(b)
+    kept_a, at_a, a_stride, a_transposed = in_memory(a)
+    kept_b, at_b, b_stride, b_transposed = in_memory(b)
     by_rows = m >= n
     n_items = -(-max(m, n) // TILE)
     # One part a thread, as each prepares the other operand.
-    n_parts = max(min(thread_count(), n_items), 1) if m * n * k >= LEAST_PRODUCTS else 1
+    n_parts = max(min(count_threads(), n_items), 1) if m * n * k >= LEAST_PRODUCTS else 1
     product_in_threads(
         n_items,
         n_parts,
@@ -222,6 +230,8 @@ def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
         c.strides[0] // c.itemsize,
         c.itemsize,
     )
+    # Numba frees what it does not see used.
+    kept_a.size, kept_b.size  # noqa: B018
 
 
 @numba_njit
@@ -259,8 +269,8 @@ def multiply_vector(x: Array, W: Array, y: Array) -> None:
     n_in, n_out = W.shape
     if len(x) != n_in or len(y) != n_out:
         raise ValueError("A product of matrices got shapes that do not match.")
-    _kept, at, stride, transposed = in_memory(W)
-    n_parts = max(min(thread_count(), W.size * W.itemsize // LEAST_BYTES, n_in, n_out), 1)
+    kept, at, stride, transposed = in_memory(W)
+    n_parts = max(min(count_threads(), W.size * W.itemsize // LEAST_BYTES, n_in, n_out), 1)
     # Each thread reads whole rows, as the memory is faster then, and has a sum of its own.
     sums = np.zeros((1 if transposed else n_parts, n_out), x.dtype)
     if n_in > 0 and n_out > 0:
@@ -278,6 +288,8 @@ def multiply_vector(x: Array, W: Array, y: Array) -> None:
             sums.ctypes.data,
             x.itemsize,
         )
+    # Numba frees what it does not see used.
+    kept.size  # noqa: B018
     for i in range(n_out):
         total = sums[0, i]
         for part in range(1, len(sums)):

@@ -18,13 +18,13 @@ LEAST_BYTES = 2**16
 # A processor may be taken from a thread, whose parts the others do then.
 PARTS_OF_A_THREAD = 4
 
-thread_count: Any = types.ExternalFunction("pytensor_ml_count_threads", signature(types.intp))
+count_threads: Any = types.ExternalFunction("pytensor_ml_count_threads", signature(types.intp))
 
 
 @numba_njit
 def count_parts(n_items: int, n_bytes: int) -> int:
     """Return in how many parts to do items that read and write so many bytes in all."""
-    n_threads = thread_count()
+    n_threads = count_threads()
     if n_threads == 1:
         return 1
     return max(min(n_threads * PARTS_OF_A_THREAD, n_items, n_bytes // LEAST_BYTES), 1)

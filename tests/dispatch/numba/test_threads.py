@@ -1,4 +1,6 @@
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,8 +15,8 @@ from pytensor_ml.dispatch.numba.threads import (
     LEAST_BYTES,
     PARTS_OF_A_THREAD,
     count_parts,
+    count_threads,
     in_threads,
-    thread_count,
 )
 
 
@@ -72,11 +74,12 @@ meeting = in_threads(meet)
 @numba.njit
 def run_meeting(seen, blas_threads):
     meeting(2, 2, seen, blas_threads)
-    return thread_count()
+    return count_threads()
 
 
 needs_threads = pytest.mark.skipif(
-    not threads.HAS_THREADS or (os.cpu_count() or 1) < 2, reason="SciPy's OpenBLAS has one thread"
+    ctypes.CFUNCTYPE(ctypes.c_ssize_t)(threads.COUNT_THREADS)() < 2,
+    reason="SciPy's OpenBLAS has one thread, or SciPy another BLAS",
 )
 
 
@@ -119,6 +122,7 @@ def test_a_forked_process_starts_its_own_threads():
     child = os.fork()
     if not child:
         status = 1
+        signal.alarm(60)
         try:
             assert_that_parts_meet()
             status = 0
@@ -126,6 +130,25 @@ def test_a_forked_process_starts_its_own_threads():
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert_that_parts_meet()
+
+
+@numba.njit
+def set_blas_threads(n_threads):
+    threads.set_blas_threads(n_threads)
+
+
+@needs_threads
+def test_there_are_as_many_as_openblas_has_at_the_time():
+    before = run_meeting(np.ones(2), np.zeros(2))
+    try:
+        for n_threads in (1, 3, 2):
+            set_blas_threads(n_threads)
+            counts = np.zeros(1000)
+            run(counts, 8, 1)
+            assert (counts == 1).all()
+            assert run_meeting(np.ones(2), np.zeros(2)) == n_threads
+    finally:
+        set_blas_threads(before)
 
 
 def test_a_part_may_have_parts():
@@ -153,7 +176,7 @@ def test_two_threads_of_python_may_run_kernels_at_once():
 def test_parts_are_for_what_is_large():
     @numba.njit
     def counted(n_items, n_bytes):
-        return count_parts(n_items, n_bytes), thread_count()
+        return count_parts(n_items, n_bytes), count_threads()
 
     most, n_threads = counted(1000, 100_000 * LEAST_BYTES)
     assert most == (n_threads * PARTS_OF_A_THREAD if n_threads > 1 else 1)
