@@ -8,9 +8,11 @@ import threading
 import numba
 import numpy as np
 import pytest
+from helpers import assert_close
 
 from dispatch import thread_checks
 from pytensor_ml.dispatch import threads
+from pytensor_ml.dispatch.numba.products import multiply, multiply_vector
 from pytensor_ml.dispatch.numba.threads import (
     LEAST_BYTES,
     PARTS_OF_A_THREAD,
@@ -206,6 +208,27 @@ def test_another_blas_is_left_its_own_threads():
 
 def test_products():
     thread_checks.check_products()
+
+
+@numba.njit
+def product(a, b, c):
+    multiply(a, b, c)
+
+
+@numba.njit
+def vector_product(x, W, y):
+    multiply_vector(x, W, y)
+
+
+def test_copies_of_what_is_scattered_last():
+    a, b = np.random.default_rng(0).normal(size=(2, 8, 8))[:, ::-2, ::-2]
+    c = np.empty((4, 4))
+    product(a, b, c)
+    assert_close(c, a @ b, 1e-12)
+    # A weight of one row, as long as what its copy might be overwritten with.
+    y = np.empty(4)
+    vector_product(np.ones(1), b[:1], y)
+    assert_close(y, b[0], 1e-12)
 
 
 def test_norms():
