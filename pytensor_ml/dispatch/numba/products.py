@@ -14,6 +14,7 @@ from numba.extending import get_cython_function_address, intrinsic, overload
 from pytensor.link.numba.dispatch.basic import numba_njit
 from scipy.linalg import cython_blas
 
+from pytensor_ml.dispatch.numba.basic import SOURCES, compiled_apart, kernel_key
 from pytensor_ml.dispatch.numba.threads import LEAST_BYTES, count_threads, in_threads
 
 Array = np.ndarray
@@ -191,7 +192,51 @@ def part_of_product(
     )
 
 
-product_in_threads = in_threads(part_of_product)
+parts_of_product = in_threads(part_of_product)
+
+
+@numba_njit
+def product_in_parts(
+    m: int,
+    n: int,
+    k: int,
+    a: int,
+    a_stride: int,
+    a_transposed: bool,
+    b: int,
+    b_stride: int,
+    b_transposed: bool,
+    beta: Any,
+    c: int,
+    c_stride: int,
+    size: int,
+) -> None:
+    by_rows = m >= n
+    n_items = -(-max(m, n) // TILE)
+    # One part a thread, as each prepares the other operand.
+    n_parts = max(min(count_threads(), n_items), 1) if m * n * k >= LEAST_PRODUCTS else 1
+    parts_of_product(
+        n_items,
+        n_parts,
+        by_rows,
+        m,
+        n,
+        k,
+        a,
+        a_stride,
+        a_transposed,
+        b,
+        b_stride,
+        b_transposed,
+        beta,
+        c,
+        c_stride,
+        size,
+    )
+
+
+# Apart, as kernels multiply in many places.
+product_apart, _ = compiled_apart(product_in_parts, kernel_key("product", SOURCES))
 
 
 @numba_njit
@@ -208,14 +253,7 @@ def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
         return
     kept_a, at_a, a_stride, a_transposed = in_memory(a)
     kept_b, at_b, b_stride, b_transposed = in_memory(b)
-    by_rows = m >= n
-    n_items = -(-max(m, n) // TILE)
-    # One part a thread, as each prepares the other operand.
-    n_parts = max(min(count_threads(), n_items), 1) if m * n * k >= LEAST_PRODUCTS else 1
-    product_in_threads(
-        n_items,
-        n_parts,
-        by_rows,
+    product_apart(
         m,
         n,
         k,
