@@ -10,7 +10,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import empty, exp, kernel_key, largest, register_kernel
+from pytensor_ml.dispatch.numba.basic import apart, empty, exp, kernel_key, largest, register_kernel
 from pytensor_ml.dispatch.numba.products import multiply
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
@@ -21,6 +21,8 @@ Array = np.ndarray
 BLOCK = 128
 
 NO_WINDOW = 2**62
+
+NO_MASK = (0, 0, 0, 0)
 
 
 def is_covered(op: AttentionLayer | AttentionPullback | CachedAttentionLayer) -> bool:
@@ -38,127 +40,30 @@ def is_covered(op: AttentionLayer | AttentionPullback | CachedAttentionLayer) ->
 
 @register_kernel(AttentionLayer, covers=is_covered)
 def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> Any:
-    scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
-    window = NO_WINDOW if op.window is None else op.window
-
-    @numba_njit
-    def attend(first: int, stop: int, q: Array, k: Array, v: Array, mask: Any, y: Array) -> None:
-        n_head, n_queries = q.shape[1:3]
-        n_kv_head, n_keys = k.shape[1:3]
-        group = n_head // n_kv_head
-        per_block = max(1, BLOCK // group)
-        seen = None if mask is None else np.empty(0, np.bool_)
-        for item in range(first, stop):
-            b, h = item // n_kv_head, item % n_kv_head
-            if mask is not None and (item == first or h == 0):
-                seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
-            keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
-            for i in range(0, n_queries, per_block):
-                n = min(per_block, n_queries - i)
-                position = n_keys - n_queries + i
-                low, end = reach(position, n, n_keys, is_causal, window)
-                rows = gather(q, b, h * group, group, i, n, scale)
-                scores = inner_products(rows, keys, low, end)
-                if softcap is not None:
-                    cap(scores, softcap)
-                if mask is not None:
-                    add_mask(scores, mask, b, h * group, i, n, low)
-                hide(scores, n, low, position, is_causal, window)
-                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                high[:] = -np.inf
-                total[:] = 0
-                update_maximum(high, scores)
-                exponentiate(scores, high, total)
-                factor = inverse_or_zero(total)
-                scatter(weighted_sums(scores, values, low, end), factor, y, b, h * group, i, n)
-
-    attend_in_threads = in_threads(attend)
+    options = options_of(op)
 
     @numba_njit
     def attention(q: Array, k: Array, v: Array, mask: Any = None) -> Array:
         check_shapes(q, k, v, mask)
-        y = empty((*q.shape[:3], v.shape[3]), q.dtype)
-        n_items = k.shape[0] * k.shape[1]
-        attend_in_threads(n_items, count_parts(n_items, cost(q, k)), q, k, v, mask, y)
-        return y
+        visible, bias = parts_of_mask(mask, q)
+        return attend(q[::1], k[::1], v[::1], visible, bias, *options)
 
     return attention, cache_key(op, node)
 
 
 @register_kernel(AttentionPullback, covers=is_covered)
 def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwargs: Any) -> Any:
-    scale, softcap, is_causal = op.scale, op.softcap, op.is_causal
-    window = NO_WINDOW if op.window is None else op.window
-
+    options = options_of(op)
     has_mask_gradient = len(node.outputs) == 4
-
-    @numba_njit
-    def pull_back(
-        first: int,
-        stop: int,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array,
-        mask: Any,
-        dq: Array,
-        dk: Array,
-        dv: Array,
-        dmask: Any,
-    ) -> None:
-        n_head, n_queries = q.shape[1:3]
-        n_kv_head, n_keys = k.shape[1:3]
-        group = n_head // n_kv_head
-        per_block = max(1, BLOCK // group)
-        seen = None if mask is None else np.empty(0, np.bool_)
-        for item in range(first, stop):
-            b, h = item // n_kv_head, item % n_kv_head
-            if mask is not None and (item == first or h == 0):
-                seen = seen_keys(mask, b, n_queries, n_keys, is_causal, window)
-            keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
-            for i in range(0, n_queries, per_block):
-                n = min(per_block, n_queries - i)
-                position = n_keys - n_queries + i
-                low, end = reach(position, n, n_keys, is_causal, window)
-                rows = gather(q, b, h * group, group, i, n, scale)
-                scores = inner_products(rows, keys, low, end)
-                if softcap is not None:
-                    cap(scores, softcap)
-                    capped = scores.copy()
-                if mask is not None:
-                    add_mask(scores, mask, b, h * group, i, n, low)
-                hide(scores, n, low, position, is_causal, window)
-                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                high[:] = -np.inf
-                total[:] = 0
-                update_maximum(high, scores)
-                exponentiate(scores, high, total)
-                dy = gather(g, b, h * group, group, i, n, 1.0)
-                dscores = inner_products(dy, values, low, end)
-                softmax_pullback(scores, total, dscores)
-                if has_mask_gradient:
-                    add_block(dmask, dscores, b, h * group, i, n, low)
-                if softcap is not None:
-                    cap_pullback(capped, softcap, dscores)
-                total[:] = scale
-                scatter(weighted_sums(dscores, keys, low, end), total, dq, b, h * group, i, n)
-                add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
-                add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
-
-    pull_back_in_threads = in_threads(pull_back)
 
     @numba_njit
     def gradients(q: Array, k: Array, v: Array, g: Array, mask: Any = None) -> Any:
         check_shapes(q, k, v, mask)
         if g.shape[:3] != q.shape[:3] or g.shape[3] != v.shape[3]:
             raise ValueError("Attention got a gradient whose shape differs from its output's")
-        dq = empty(q.shape, q.dtype)
-        dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
-        dmask: Any = np.zeros(mask.shape) if has_mask_gradient else None
-        n_items = k.shape[0] * k.shape[1]
-        # Heads may share a mask, whose gradient is then a sum over them.
-        n_parts = 1 if has_mask_gradient else count_parts(n_items, 2 * cost(q, k))
-        pull_back_in_threads(n_items, n_parts, q, k, v, g, mask, dq, dk, dv, dmask)
+        visible, bias = parts_of_mask(mask, q)
+        dmask = np.zeros(mask.shape if has_mask_gradient else NO_MASK)
+        dq, dk, dv = pull_back(q[::1], k[::1], v[::1], g[::1], visible, bias, dmask, *options)
         if has_mask_gradient:
             return dq, dk, dv, dmask.astype(mask.dtype)
         return dq, dk, dv
@@ -168,51 +73,7 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
 
 @register_kernel(CachedAttentionLayer, covers=is_covered)
 def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwargs: Any) -> Any:
-    scale, softcap = op.scale, op.softcap
-    window = NO_WINDOW if op.window is None else op.window
-
-    @numba_njit
-    def attend(
-        first: int,
-        stop: int,
-        q: Array,
-        k: Array,
-        v: Array,
-        cached_keys: Array,
-        cached_values: Array,
-        n_old: int,
-        start: Array,
-        y: Array,
-    ) -> None:
-        n_kv_head, n_new = k.shape[1:3]
-        group = q.shape[1] // n_kv_head
-        per_block = max(1, BLOCK // group)
-        for item in range(first, stop):
-            b, h = item // n_kv_head, item % n_kv_head
-            for i in range(0, n_new, per_block):
-                n = min(per_block, n_new - i)
-                slot = n_old + i
-                low = max(int(start[b]), slot + 1 - window, 0)
-                low_old = min(low, n_old)
-                low_new = min(max(low - n_old, 0), i + n)
-                rows = gather(q, b, h * group, group, i, n, scale)
-                old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
-                new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
-                high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-                high[:] = -np.inf
-                total[:] = 0
-                for scores, position in ((old, low_old), (new, n_old + low_new)):
-                    if softcap is not None:
-                        cap(scores, softcap)
-                    hide(scores, n, position, slot, True, window)
-                    update_maximum(high, scores)
-                exponentiate(old, high, total)
-                exponentiate(new, high, total)
-                mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
-                mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
-                scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
-
-    attend_in_threads = in_threads(attend)
+    scale, softcap, _, window = options_of(op)
 
     @numba_njit
     def cached_attention(
@@ -232,10 +93,269 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
         y = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
         n_items = k.shape[0] * k.shape[1]
         n_parts = count_parts(n_items, q.size * (n_old + k.shape[2]))
-        attend_in_threads(n_items, n_parts, q, k, v, cached_keys, cached_values, n_old, start, y)
+        attend_to_cache_in_threads(
+            n_items,
+            n_parts,
+            q,
+            k,
+            v,
+            cached_keys,
+            cached_values,
+            n_old,
+            start,
+            scale,
+            softcap,
+            window,
+            y,
+        )
         return y
 
     return cached_attention, cache_key(op, node)
+
+
+def options_of(
+    op: AttentionLayer | AttentionPullback | CachedAttentionLayer,
+) -> tuple[float, float, bool, int]:
+    """Return the scale, the softcap or 0, whether attention is causal, and the window."""
+    window = NO_WINDOW if op.window is None else op.window
+    is_causal = isinstance(op, CachedAttentionLayer) or op.is_causal
+    return float(op.scale), float(op.softcap or 0), is_causal, int(window)
+
+
+def parts_of_mask(mask: Any, q: Any) -> Any:
+    """Which keys a mask lets queries see, and what it adds to their scores; empty for all, none."""
+
+
+@overload(parts_of_mask)
+def overload_parts_of_mask(mask: Any, q: Any) -> Callable:
+    def nothing(mask: Any, q: Any) -> Any:
+        return np.empty(NO_MASK, np.bool_)[::1], np.empty(NO_MASK, q.dtype)[::1]
+
+    def selection(mask: Any, q: Any) -> Any:
+        return mask[::1], np.empty(NO_MASK, q.dtype)[::1]
+
+    def addition(mask: Any, q: Any) -> Any:
+        entries = np.ascontiguousarray(mask).reshape(mask.size)
+        visible = np.empty(mask.size, np.bool_)
+        for i in range(mask.size):
+            visible[i] = entries[i] > -np.inf
+        return visible.reshape(mask.shape)[::1], mask[::1]
+
+    if not isinstance(mask, types.Array):
+        return nothing
+    return selection if isinstance(mask.dtype, types.Boolean) else addition
+
+
+@numba_njit
+def attend_heads(
+    first: int,
+    stop: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    bias: Array,
+    scale: float,
+    softcap: float,
+    is_causal: bool,
+    window: int,
+    y: Array,
+) -> None:
+    n_head, n_queries = q.shape[1:3]
+    n_kv_head, n_keys = k.shape[1:3]
+    group = n_head // n_kv_head
+    per_block = max(1, BLOCK // group)
+    seen = np.empty(0, np.bool_)
+    for item in range(first, stop):
+        b, h = item // n_kv_head, item % n_kv_head
+        if item == first or h == 0:
+            seen = seen_keys(visible, b, n_queries, n_keys, is_causal, window)
+        keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+        for i in range(0, n_queries, per_block):
+            n = min(per_block, n_queries - i)
+            position = n_keys - n_queries + i
+            low, end = reach(position, n, n_keys, is_causal, window)
+            rows = gather(q, b, h * group, group, i, n, scale)
+            scores = inner_products(rows, keys, low, end)
+            if softcap > 0:
+                cap(scores, softcap)
+            total = weigh(
+                scores, visible, bias, b, h * group, i, n, low, position, is_causal, window
+            )
+            mixed = weighted_sums(scores, values, low, end)
+            scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+
+
+attend_in_threads = in_threads(attend_heads)
+
+
+@apart
+@numba_njit
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    bias: Array,
+    scale: float,
+    softcap: float,
+    is_causal: bool,
+    window: int,
+) -> Array:
+    y = empty((*q.shape[:3], v.shape[3]), q.dtype)
+    n_items = k.shape[0] * k.shape[1]
+    n_parts = count_parts(n_items, cost(q, k))
+    attend_in_threads(
+        n_items, n_parts, q, k, v, visible, bias, scale, softcap, is_causal, window, y
+    )
+    return y
+
+
+@numba_njit
+def pull_back_heads(
+    first: int,
+    stop: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    visible: Array,
+    bias: Array,
+    scale: float,
+    softcap: float,
+    is_causal: bool,
+    window: int,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dmask: Array,
+) -> None:
+    n_head, n_queries = q.shape[1:3]
+    n_kv_head, n_keys = k.shape[1:3]
+    group = n_head // n_kv_head
+    per_block = max(1, BLOCK // group)
+    seen = np.empty(0, np.bool_)
+    for item in range(first, stop):
+        b, h = item // n_kv_head, item % n_kv_head
+        if item == first or h == 0:
+            seen = seen_keys(visible, b, n_queries, n_keys, is_causal, window)
+        keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+        for i in range(0, n_queries, per_block):
+            n = min(per_block, n_queries - i)
+            position = n_keys - n_queries + i
+            low, end = reach(position, n, n_keys, is_causal, window)
+            rows = gather(q, b, h * group, group, i, n, scale)
+            scores = inner_products(rows, keys, low, end)
+            capped = scores
+            if softcap > 0:
+                cap(scores, softcap)
+                capped = scores.copy()
+            total = weigh(
+                scores, visible, bias, b, h * group, i, n, low, position, is_causal, window
+            )
+            dy = gather(g, b, h * group, group, i, n, 1.0)
+            dscores = inner_products(dy, values, low, end)
+            softmax_pullback(scores, total, dscores)
+            if dmask.size > 0:
+                add_block(dmask, dscores, b, h * group, i, n, low)
+            if softcap > 0:
+                cap_pullback(capped, softcap, dscores)
+            total[:] = scale
+            scatter(weighted_sums(dscores, keys, low, end), total, dq, b, h * group, i, n)
+            add_rows(dk, b, h, low, weighted_sums(dscores.T, rows, 0, len(rows)))
+            add_rows(dv, b, h, low, weighted_sums(scores.T, dy, 0, len(dy)))
+
+
+pull_back_in_threads = in_threads(pull_back_heads)
+
+
+@apart
+@numba_njit
+def pull_back(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    visible: Array,
+    bias: Array,
+    dmask: Array,
+    scale: float,
+    softcap: float,
+    is_causal: bool,
+    window: int,
+) -> Any:
+    dq = empty(q.shape, q.dtype)
+    dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+    n_items = k.shape[0] * k.shape[1]
+    # Heads may share a mask, whose gradient is then a sum over them.
+    n_parts = 1 if dmask.size > 0 else count_parts(n_items, 2 * cost(q, k))
+    pull_back_in_threads(
+        n_items,
+        n_parts,
+        q,
+        k,
+        v,
+        g,
+        visible,
+        bias,
+        scale,
+        softcap,
+        is_causal,
+        window,
+        dq,
+        dk,
+        dv,
+        dmask,
+    )
+    return dq, dk, dv
+
+
+@numba_njit
+def attend_heads_to_cache(
+    first: int,
+    stop: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    cached_keys: Array,
+    cached_values: Array,
+    n_old: int,
+    start: Array,
+    scale: float,
+    softcap: float,
+    window: int,
+    y: Array,
+) -> None:
+    n_kv_head, n_new = k.shape[1:3]
+    group = q.shape[1] // n_kv_head
+    per_block = max(1, BLOCK // group)
+    for item in range(first, stop):
+        b, h = item // n_kv_head, item % n_kv_head
+        for i in range(0, n_new, per_block):
+            n = min(per_block, n_new - i)
+            slot = n_old + i
+            low = max(int(start[b]), slot + 1 - window, 0)
+            low_old = min(low, n_old)
+            low_new = min(max(low - n_old, 0), i + n)
+            rows = gather(q, b, h * group, group, i, n, scale)
+            old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
+            new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
+            high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+            high[:] = -np.inf
+            total[:] = 0
+            for scores, position in ((old, low_old), (new, n_old + low_new)):
+                if softcap > 0:
+                    cap(scores, softcap)
+                hide(scores, n, position, slot, True, window)
+                update_maximum(high, scores)
+            exponentiate(old, high, total)
+            exponentiate(new, high, total)
+            mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
+            mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
+            scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+
+
+attend_to_cache_in_threads = in_threads(attend_heads_to_cache)
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
@@ -249,6 +369,7 @@ def cost(q: Array, k: Array) -> int:
     return q.size * k.shape[2]
 
 
+@apart
 @numba_njit
 def check_shapes(q: Array, k: Array, v: Array, mask: Any) -> None:
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -314,33 +435,36 @@ def add_block(out: Array, block: Array, b: int, first_head: int, i: int, n: int,
             out[at_b, at_head, at_query, min(low + j, out.shape[3] - 1)] += block[r, j]
 
 
+@apart
 @numba_njit
 def seen_keys(
-    mask: Any, b: int, n_queries: int, n_keys: int, is_causal: bool, window: int
+    visible: Array, b: int, n_queries: int, n_keys: int, is_causal: bool, window: int
 ) -> Array:
-    """Return which keys some query of a batch row sees."""
+    """Return which keys some query of a batch row sees; nothing if there is no mask."""
+    if visible.size == 0:
+        return np.empty(0, np.bool_)
     seen = np.zeros(n_keys, np.bool_)
-    at_b = min(b, mask.shape[0] - 1)
-    for h in range(mask.shape[1]):
+    at_b = min(b, visible.shape[0] - 1)
+    for h in range(visible.shape[1]):
         for i in range(n_queries):
-            at_query = min(i, mask.shape[2] - 1)
+            at_query = min(i, visible.shape[2] - 1)
             low, stop = reach(n_keys - n_queries + i, 1, n_keys, is_causal, window)
             for j in range(low, stop):
-                seen[j] |= is_visible(mask[at_b, h, at_query, min(j, mask.shape[3] - 1)])
+                seen[j] |= visible[at_b, h, at_query, min(j, visible.shape[3] - 1)]
     return seen
 
 
 @numba_njit
-def seen_rows(x: Array, b: int, h: int, seen: Any) -> Array:
+def seen_rows(x: Array, b: int, h: int, seen: Array) -> Array:
     """Return the rows of a head, with 0 in the place of those that are known not to be seen."""
-    if seen is None:
-        return head(x, b, h, x.shape[2])
+    if len(seen) == 0:
+        return x[b, h]
     rows = np.zeros(x.shape[2:], x.dtype)
     for j in range(len(rows)):
         if seen[j]:
             for d in range(x.shape[3]):
                 rows[j, d] = x[b, h, j, d]
-    return rows
+    return rows[::1]
 
 
 @numba_njit
@@ -376,15 +500,30 @@ def cap_pullback(capped: Array, softcap: float, dscores: Array) -> None:
 
 
 @numba_njit
-def add_mask(scores: Array, mask: Any, b: int, first_head: int, i: int, n: int, low: int) -> None:
-    """Add a mask to a block of scores, with -inf where a query may not see a key."""
-    at_b = min(b, mask.shape[0] - 1)
+def hide_masked(
+    scores: Array, visible: Array, b: int, first_head: int, i: int, n: int, low: int
+) -> None:
+    """Put -inf into a block of scores where a mask hides a key."""
+    at_b = min(b, visible.shape[0] - 1)
     for r in range(len(scores)):
-        at_head = min(first_head + r // n, mask.shape[1] - 1)
-        at_query = min(i + r % n, mask.shape[2] - 1)
+        at_head = min(first_head + r // n, visible.shape[1] - 1)
+        at_query = min(i + r % n, visible.shape[2] - 1)
         for j in range(scores.shape[1]):
-            x = mask[at_b, at_head, at_query, min(low + j, mask.shape[3] - 1)]
-            scores[r, j] = masked(scores[r, j], x) if is_visible(x) else -np.inf
+            if not visible[at_b, at_head, at_query, min(low + j, visible.shape[3] - 1)]:
+                scores[r, j] = -np.inf
+
+
+@numba_njit
+def add_bias(scores: Array, bias: Array, b: int, first_head: int, i: int, n: int, low: int) -> None:
+    """Add a mask to those of a block of scores that are not hidden."""
+    at_b = min(b, bias.shape[0] - 1)
+    for r in range(len(scores)):
+        at_head = min(first_head + r // n, bias.shape[1] - 1)
+        at_query = min(i + r % n, bias.shape[2] - 1)
+        for j in range(scores.shape[1]):
+            entry = bias[at_b, at_head, at_query, min(low + j, bias.shape[3] - 1)]
+            if entry > -np.inf:
+                scores[r, j] += entry
 
 
 @numba_njit
@@ -419,6 +558,32 @@ def exponentiate(scores: Array, high: Array, total: Array) -> None:
 
 
 @numba_njit
+def weigh(
+    scores: Array,
+    visible: Array,
+    bias: Array,
+    b: int,
+    first_head: int,
+    i: int,
+    n: int,
+    low: int,
+    position: int,
+    is_causal: bool,
+    window: int,
+) -> Array:
+    """Replace a block of scores by weights and return what their rows add up to."""
+    if visible.size > 0:
+        hide_masked(scores, visible, b, first_head, i, n, low)
+    if bias.size > 0:
+        add_bias(scores, bias, b, first_head, i, n, low)
+    hide(scores, n, low, position, is_causal, window)
+    high, total = np.full(len(scores), -np.inf, scores.dtype), np.zeros(len(scores), scores.dtype)
+    update_maximum(high, scores)
+    exponentiate(scores, high, total)
+    return total
+
+
+@numba_njit
 def softmax_pullback(weights: Array, total: Array, dweights: Array) -> None:
     """Normalize the weights and turn their gradients into those of the scores."""
     for r in range(len(weights)):
@@ -440,14 +605,6 @@ def head(x: Any, b: Any, h: Any, stop: Any) -> Any:
     """The first rows of a head as a contiguous array; a view, if the layout of ``x`` allows."""
 
 
-def is_visible(mask: Any) -> Any:
-    """Whether a mask's entry lets a query see a key; compiled by its dtype."""
-
-
-def masked(score: Any, mask: Any) -> Any:
-    """The score of a visible key; compiled by the mask's dtype."""
-
-
 @overload(head)
 def overload_head(x: Any, b: Any, h: Any, stop: Any) -> Callable:
     def view_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
@@ -461,25 +618,3 @@ def overload_head(x: Any, b: Any, h: Any, stop: Any) -> Callable:
         return rows
 
     return view_head if x.layout == "C" else copy_head
-
-
-@overload(is_visible)
-def overload_is_visible(mask: Any) -> Callable:
-    def is_true(mask: Any) -> Any:
-        return mask
-
-    def is_above_minus_infinity(mask: Any) -> Any:
-        return mask > -np.inf
-
-    return is_true if isinstance(mask, types.Boolean) else is_above_minus_infinity
-
-
-@overload(masked)
-def overload_masked(score: Any, mask: Any) -> Callable:
-    def keep(score: Any, mask: Any) -> Any:
-        return score
-
-    def add(score: Any, mask: Any) -> Any:
-        return score + mask
-
-    return keep if isinstance(mask, types.Boolean) else add

@@ -212,6 +212,19 @@ def compiled_apart(function: Any, key: str | None) -> tuple[Any, str | None]:
     return call_by_symbol(cached_as(function, f"{key}_apart")), key
 
 
+def apart(function: Any) -> Callable[..., Any]:
+    """Compile a function of ``numba.njit``, no closure, once for all compiled code that calls it.
+
+    What is not apart is copied into each of its callers, and optimized again there.
+    """
+    return call_by_symbol(cached_by_source(function))
+
+
+def cached_by_source(function: Any) -> Any:
+    """Let Numba cache a function by its name and the sources that it may depend on."""
+    return cached_as(function, kernel_key(function.py_func.__name__, source_of(function.py_func)))
+
+
 def cached_as(function: Any, key: str) -> Any:
     """Let Numba cache ``function``, a closure or not, by ``key`` and the types of arguments alone.
 

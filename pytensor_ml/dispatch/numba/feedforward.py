@@ -6,7 +6,7 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, sigmoid
+from pytensor_ml.dispatch.numba.basic import apart, empty, kernel_key, register_kernel, sigmoid
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.feedforward import GatedActivationLayer, GatedActivationPullback
 
@@ -58,6 +58,7 @@ def flat(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(x.size)
 
 
+@apart
 @numba_njit
 def activate(gate: Array, value: Array, beta: float, cubic: float) -> Array:
     y = empty(gate.shape, gate.dtype)
@@ -83,6 +84,7 @@ def activate_part(
 activate_in_threads = in_threads(activate_part)
 
 
+@apart
 @numba_njit
 def gradients(gate: Array, value: Array, g: Array, beta: float, cubic: float) -> Any:
     dgate, dvalue = empty(gate.shape, gate.dtype), empty(gate.shape, gate.dtype)

@@ -7,6 +7,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import (
+    apart,
     empty,
     has_one_dtype,
     kernel_key,
@@ -63,6 +64,7 @@ def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any
     return linear_pullback, kernel_key(type(op), len(node.inputs))
 
 
+@apart
 @numba_njit
 def product(rows: Array, W: Array) -> Array:
     if rows.shape[1] != W.shape[0]:
@@ -79,6 +81,7 @@ def multiplied(x: Array, y: Array) -> Array:
     return made
 
 
+@apart
 @numba_njit
 def gradients(X: Array, W: Array, g: Array) -> Any:
     if X.shape[-1] != W.shape[0] or g.shape[1] != W.shape[1] or X.size != len(g) * W.shape[0]:

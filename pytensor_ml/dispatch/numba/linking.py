@@ -39,21 +39,26 @@ def call_by_symbol(dispatcher: Any) -> Callable[..., Any]:
                 values = [builder.extract_value(packed, i) for i in range(len(args))]
                 # Parameters left to their defaults are passed as nothing.
                 values += [None] * (len(folded) - len(args))
-            if result.library.has_dynamic_globals:
-                # It holds an address of this process, such as a large constant's, so Numba does not
-                # cache it. By a variable of such a name it does not cache the caller either.
-                name = f"numba.dynamic.globals.{result.fndesc.mangled_name}"
-                if name not in builder.module.globals:
-                    mark = ir.GlobalVariable(builder.module, ir.IntType(8), name)
-                    mark.initializer, mark.linkage = ir.IntType(8)(0), "weak"
-            environment = _environment_of(dispatcher, result)
-            context.declare_env_global(builder.module, environment.env_name)
+            bring_along(context, builder, dispatcher, result)
             return context.call_internal(builder, result.fndesc, result.signature, values)
 
         return result.signature.return_type(starred), call
 
     called.__name__ = dispatcher.py_func.__name__
     return intrinsic(called)
+
+
+def bring_along(context: Any, builder: Any, dispatcher: Any, result: Any) -> None:
+    """Have the code that is being built load ``result`` of ``dispatcher`` wherever it is loaded."""
+    if result.library.has_dynamic_globals:
+        # It holds an address of this process, such as a large constant's, so Numba does not
+        # cache it. By a variable of such a name it does not cache the caller either.
+        name = f"numba.dynamic.globals.{result.fndesc.mangled_name}"
+        if name not in builder.module.globals:
+            mark = ir.GlobalVariable(builder.module, ir.IntType(8), name)
+            mark.initializer, mark.linkage = ir.IntType(8)(0), "weak"
+    environment = _environment_of(dispatcher, result)
+    context.declare_env_global(builder.module, environment.env_name)
 
 
 class Loader:

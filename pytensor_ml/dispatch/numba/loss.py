@@ -7,6 +7,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.dispatch.numba.basic import (
+    apart,
     empty,
     exp,
     kernel_key,
@@ -65,6 +66,7 @@ def numba_funcify_cross_entropy_pullback(
     return cross_entropy_pullback, kernel_key(type(op), smoothing, ignored)
 
 
+@apart
 @numba_njit
 def flat_ids(logits: Array, ids: Array) -> Array:
     if ids.shape != logits.shape[:-1]:
@@ -72,6 +74,7 @@ def flat_ids(logits: Array, ids: Array) -> Array:
     return np.ascontiguousarray(ids).ravel()
 
 
+@apart
 @numba_njit
 def losses_of_rows(logits: Array, ids: Array, smoothing: float) -> Any:
     losses, log_sums = np.empty(len(ids), logits.dtype), np.empty(len(ids), logits.dtype)
@@ -119,6 +122,7 @@ def losses_part(
 losses_in_threads = in_threads(losses_part)
 
 
+@apart
 @numba_njit
 def gradients_of_rows(
     logits: Array, ids: Array, log_sums: Array, g: Array, smoothing: float

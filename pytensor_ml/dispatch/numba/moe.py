@@ -8,7 +8,7 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import kernel_key, register_kernel, rows_of, sigmoid
+from pytensor_ml.dispatch.numba.basic import apart, kernel_key, register_kernel, rows_of, sigmoid
 from pytensor_ml.dispatch.numba.products import multiply
 from pytensor_ml.layers.moe import ExpertsLayer, ExpertsPullback, RouterLayer, RouterPullback
 
@@ -184,6 +184,7 @@ def weigh(scores: Array, chosen: Array, renormalize: bool, factor: float, weight
     return total
 
 
+@apart
 @numba_njit
 def route(
     logits: Array,
@@ -229,6 +230,7 @@ def route(
     return ids.reshape(shape), weights.reshape(shape), load
 
 
+@apart
 @numba_njit
 def moved(bias: Array, load: Array, step: float) -> Array:
     """Return the next bias."""
@@ -241,6 +243,7 @@ def moved(bias: Array, load: Array, step: float) -> Array:
     return next_bias
 
 
+@apart
 @numba_njit
 def route_pullback(
     logits: Array, ids: Array, g: Array, is_softmax: bool, renormalize: bool, factor: float
@@ -273,6 +276,7 @@ def route_pullback(
     return dlogits.reshape(logits.shape)
 
 
+@apart
 @numba_njit
 def check_shapes(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array) -> None:
     if x.shape[-1] != gate.shape[1]:
@@ -308,6 +312,7 @@ def gather(rows: Array, slots: Array, k: int, out: Array) -> None:
         out[r] = rows[slots[r] // k]
 
 
+@apart
 @numba_njit
 def run_experts(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array) -> Array:
     k = ids.shape[1]
@@ -337,6 +342,7 @@ def run_experts(x: Array, ids: Array, weights: Array, gate: Array, up: Array, do
     return y
 
 
+@apart
 @numba_njit
 def pull_back_experts(
     x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array, g: Array

@@ -11,7 +11,7 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
-from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import apart, empty, kernel_key, register_kernel, rows_of
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
@@ -138,6 +138,7 @@ def ones(x: Array) -> Array:
     return np.ones(x.shape[-1], x.dtype)
 
 
+@apart
 @numba_njit
 def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     """Return ``offset + parameter`` in the dtype of ``x``."""
@@ -149,6 +150,7 @@ def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     return made
 
 
+@apart
 @numba_njit
 def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
     y = empty(x.shape, x.dtype)
@@ -172,6 +174,7 @@ def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float,
 rms_norm_in_threads = in_threads(rms_norm_part)
 
 
+@apart
 @numba_njit
 def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
     if dy.shape != x.shape:
@@ -245,6 +248,7 @@ def center(x: Array, centered: Array) -> None:
         centered[i] -= rest
 
 
+@apart
 @numba_njit(error_model="numpy")
 def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array:
     rows, n = x.shape
@@ -261,6 +265,7 @@ def layer_norm_rows(x: Array, loc: Array, scale: Array, epsilon: float) -> Array
     return y
 
 
+@apart
 @numba_njit(error_model="numpy")
 def layer_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) -> Any:
     rows, n = x.shape

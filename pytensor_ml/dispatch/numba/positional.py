@@ -8,7 +8,7 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import empty, kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import apart, empty, kernel_key, register_kernel
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
@@ -71,6 +71,7 @@ def table_kernel(
     return rotary_table, kernel_key(type(op), turns, amplitude, dtype.name, ndim)
 
 
+@apart
 @numba_njit
 def fill_table(positions: Array, high: Array, low: Array, amplitude: float, table: Array) -> None:
     for i in range(len(positions)):
@@ -91,15 +92,7 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
     n_batch_axes = table.type.ndim - 3
     sign = -1 if op.inverse else 1
     dtype = np.result_type(x.type.dtype, table.type.dtype)
-    rotate_rows = rotate_halves if op.pairing == "half" else rotate_neighbors
-
-    @numba_njit
-    def rotate(first: int, stop: int, x: Array, cos: Array, sin: Array, y: Array) -> None:
-        for item in range(first, stop):
-            b, h = item // x.shape[1], item % x.shape[1]
-            rotate_rows(x[b, h], cos[b], sin[b], y[b, h])
-
-    rotate_in_threads = in_threads(rotate)
+    is_half = op.pairing == "half"
 
     @numba_njit
     def apply_rotary(x: Array, table: Array) -> Array:
@@ -124,7 +117,8 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
                     cos[b, s, i] = angles[b, s, i, 0]
                     sin[b, s, i] = angles[b, s, i, 1] * sign
         n_items = n_batch * n_heads
-        rotate_in_threads(n_items, count_parts(n_items, 2 * x.nbytes), rows, cos, sin, y)
+        n_parts = count_parts(n_items, 2 * x.nbytes)
+        rotate_in_threads(n_items, n_parts, rows, cos, sin, is_half, y)
         return y.reshape(x.shape)
 
     key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
@@ -153,3 +147,18 @@ def rotate_neighbors(x: Array, cos: Array, sin: Array, y: Array) -> None:
             y[s, 2 * i + 1] = second * cos[s, i] + first * sin[s, i]
         for i in range(2 * n_pairs, x.shape[1]):
             y[s, i] = x[s, i]
+
+
+@numba_njit
+def rotate_heads(
+    first: int, stop: int, x: Array, cos: Array, sin: Array, is_half: bool, y: Array
+) -> None:
+    for item in range(first, stop):
+        b, h = item // x.shape[1], item % x.shape[1]
+        if is_half:
+            rotate_halves(x[b, h], cos[b], sin[b], y[b, h])
+        else:
+            rotate_neighbors(x[b, h], cos[b], sin[b], y[b, h])
+
+
+rotate_in_threads = in_threads(rotate_heads)

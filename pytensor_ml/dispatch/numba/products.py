@@ -14,7 +14,7 @@ from numba.extending import get_cython_function_address, intrinsic, overload
 from pytensor.link.numba.dispatch.basic import numba_njit
 from scipy.linalg import cython_blas
 
-from pytensor_ml.dispatch.numba.basic import SOURCES, compiled_apart, kernel_key
+from pytensor_ml.dispatch.numba.basic import apart
 from pytensor_ml.dispatch.numba.threads import LEAST_BYTES, count_threads, in_threads
 
 Array = np.ndarray
@@ -195,6 +195,7 @@ def part_of_product(
 parts_of_product = in_threads(part_of_product)
 
 
+@apart
 @numba_njit
 def product_in_parts(
     m: int,
@@ -235,10 +236,7 @@ def product_in_parts(
     )
 
 
-# Apart, as kernels multiply in many places.
-product_apart, _ = compiled_apart(product_in_parts, kernel_key("product", SOURCES))
-
-
+@apart
 @numba_njit
 def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
     """Fill ``c`` (m, n), whose rows lie in memory one by one, with ``keep * c + a @ b``."""
@@ -253,7 +251,7 @@ def multiply(a: Array, b: Array, c: Array, keep: int = 0) -> None:
         return
     kept_a, at_a, a_stride, a_transposed = in_memory(a)
     kept_b, at_b, b_stride, b_transposed = in_memory(b)
-    product_apart(
+    product_in_parts(
         m,
         n,
         k,
@@ -301,6 +299,7 @@ def part_of_vector_product(
 vector_product_in_threads = in_threads(part_of_vector_product)
 
 
+@apart
 @numba_njit
 def multiply_vector(x: Array, W: Array, y: Array) -> None:
     """Fill the vector ``y`` with ``x @ W``, of which ``x`` and ``y`` lie in memory in one piece."""

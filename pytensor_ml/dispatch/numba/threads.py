@@ -11,6 +11,8 @@ from numba.extending import intrinsic
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 import pytensor_ml.dispatch.threads  # noqa: F401  It names what compiled code calls.
+from pytensor_ml.dispatch.numba.basic import cached_by_source
+from pytensor_ml.dispatch.numba.linking import bring_along
 
 # What one thread reads and writes in the time that another needs to begin.
 LEAST_BYTES = 2**16
@@ -38,7 +40,7 @@ def in_threads(work: Any) -> Callable[..., None]:
     work : Dispatcher
         Function of ``numba.njit`` that takes the first item, one past the last and any arguments,
         and returns nothing. What it raises is taken for a lack of memory. It must not take Python's
-        lock, which the caller has.
+        lock, which the caller has. Not a closure, as it is compiled once for all that call it.
 
     Returns
     -------
@@ -46,7 +48,7 @@ def in_threads(work: Any) -> Callable[..., None]:
         Takes the number of items, that of parts, and the arguments. The parts are as even as they
         can be, and done in any order. Within compiled code only.
     """
-    share = _sharing(work)
+    share = _sharing(cached_by_source(work))
 
     @numba_njit
     def run(n_items: int, n_parts: int, *args: Any) -> None:
@@ -70,7 +72,7 @@ def _sharing(work: Any) -> Callable[..., bool]:
                 context.cast(builder, builder.extract_value(packed, i), args[i], kind)
                 for i, kind in enumerate(kinds)
             ]
-            context.active_code_library.add_linking_library(result.library)
+            bring_along(context, builder, work, result)
             word, byte, nothing = n_items.type, ir.IntType(8), ir.VoidType()
             pointer = byte.as_pointer()
             # Items, parts, whether something was raised, arguments.
