@@ -224,7 +224,9 @@ def test_integer_rotary_embedding_equals_reference(tables):
     )
 
 
-def test_dynamic_goes_by_the_length_at_hand():
+def test_dynamic_goes_by_the_length_at_hand(floatX):
+    if floatX == "float64":
+        pytest.skip("a table is float32 whatever floatX is")
     p = pt.lvector("p")
     compiled = pytensor.function([p], rotary_table(p, rotary_dim=128, scaling=DYNAMIC))
     for length, base in (
