@@ -42,8 +42,11 @@ def test_kernels_stand_in_for_inner_graphs(functions):
     spoiled[0, 3, 5] = np.inf
     wrong[1, :4] = [-1, CLASSES, -CLASSES, 2**31 - 1]
     scattered = [x.swapaxes(0, 1)[::-1] for x in (normal(11, 3, CLASSES), ids.T, normal(11, 3))]
+    # Of several parts.
+    many = normal(19, 79, CLASSES), np.arange(1501, dtype="int32").reshape(19, 79) % CLASSES
     cases = [
         (logits, ids, g),
+        (*many, normal(19, 79)),
         (1000 * logits, ids, g),
         (spoiled, ids, g),
         (logits, wrong, g),
