@@ -10,7 +10,17 @@ from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
 from pytensor_ml.base import LayerOp
-from pytensor_ml.dispatch.numba.basic import apart, empty, exp, kernel_key, largest, register_kernel
+from pytensor_ml.dispatch.numba.basic import (
+    apart,
+    empty_like_heads,
+    exp,
+    kernel_key,
+    largest,
+    memory,
+    place,
+    register_kernel,
+    with_whole_vectors,
+)
 from pytensor_ml.dispatch.numba.products import multiply
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.attention import AttentionLayer, AttentionPullback, CachedAttentionLayer
@@ -46,7 +56,8 @@ def numba_funcify_attention(op: AttentionLayer, node: Apply, **kwargs: Any) -> A
     def attention(q: Array, k: Array, v: Array, mask: Any = None) -> Array:
         check_shapes(q, k, v, mask)
         visible, bias = parts_of_mask(mask, q)
-        return attend(q[::1], k[::1], v[::1], visible, bias, *options)
+        heads = with_whole_vectors(q), with_whole_vectors(k), with_whole_vectors(v)
+        return attend(*heads, visible, bias, *options)
 
     return attention, cache_key(op, node)
 
@@ -63,7 +74,8 @@ def numba_funcify_attention_pullback(op: AttentionPullback, node: Apply, **kwarg
             raise ValueError("Attention got a gradient whose shape differs from its output's")
         visible, bias = parts_of_mask(mask, q)
         dmask = np.zeros(mask.shape if has_mask_gradient else NO_MASK)
-        dq, dk, dv = pull_back(q[::1], k[::1], v[::1], g[::1], visible, bias, dmask, *options)
+        heads = with_whole_vectors(q), with_whole_vectors(k), with_whole_vectors(v)
+        dq, dk, dv = pull_back(*heads, with_whole_vectors(g), visible, bias, dmask, *options)
         if has_mask_gradient:
             return dq, dk, dv, dmask.astype(mask.dtype)
         return dq, dk, dv
@@ -96,7 +108,7 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
         attend_to_cache_in_threads(
             n_items,
             n_parts,
-            q,
+            with_whole_vectors(q),
             k,
             v,
             cached_keys,
@@ -202,7 +214,7 @@ def attend(
     is_causal: bool,
     window: int,
 ) -> Array:
-    y = empty((*q.shape[:3], v.shape[3]), q.dtype)
+    y = empty_like_heads(q, v.shape[3])
     n_items = k.shape[0] * k.shape[1]
     n_parts = count_parts(n_items, cost(q, k))
     attend_in_threads(
@@ -240,6 +252,8 @@ def pull_back_heads(
         if item == first or h == 0:
             seen = seen_keys(visible, b, n_queries, n_keys, is_causal, window)
         keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+        clear_rows(dk, b, h)
+        clear_rows(dv, b, h)
         for i in range(0, n_queries, per_block):
             n = min(per_block, n_queries - i)
             position = n_keys - n_queries + i
@@ -284,8 +298,8 @@ def pull_back(
     is_causal: bool,
     window: int,
 ) -> Any:
-    dq = empty(q.shape, q.dtype)
-    dk, dv = np.zeros(k.shape, k.dtype), np.zeros(v.shape, v.dtype)
+    dq = empty_like_heads(q, q.shape[3])
+    dk, dv = empty_like_heads(k, k.shape[3]), empty_like_heads(v, v.shape[3])
     n_items = k.shape[0] * k.shape[1]
     # Heads may share a mask, whose gradient is then a sum over them.
     n_parts = 1 if dmask.size > 0 else count_parts(n_items, 2 * cost(q, k))
@@ -391,10 +405,14 @@ def reach(position: int, n: int, n_keys: int, is_causal: bool, window: int) -> t
 @numba_njit
 def gather(x: Array, b: int, first_head: int, n_heads: int, i: int, n: int, factor: float) -> Array:
     """Return rows i to i + n of several heads, one head below another, times a factor."""
-    rows = np.empty((n_heads * n, x.shape[3]), x.dtype)
+    width = x.shape[3]
+    rows = np.empty((n_heads * n, width), x.dtype)
+    source, made, scale = memory(x), memory(rows), x.dtype.type(factor)
     for r in range(len(rows)):
-        for d in range(x.shape[3]):
-            rows[r, d] = x[b, first_head + r // n, i + r % n, d] * x.dtype.type(factor)
+        begin, at = place(x, b, first_head + r // n, i + r % n), np.uintp(r * width)
+        for d in range(np.uintp(width)):
+            made[at + d] = source[begin + d] * scale
+    # Numba frees what it does not see used.
     return rows
 
 
@@ -403,10 +421,13 @@ def scatter(
     rows: Array, factor: Array, out: Array, b: int, first_head: int, i: int, n: int
 ) -> None:
     """Undo :func:`gather`, with each row times its factor, or 0 where that is 0."""
+    width = out.shape[3]
+    source, made = memory(rows), memory(out)
     for r in range(len(rows)):
-        for d in range(out.shape[3]):
-            product = rows[r, d] * factor[r] if factor[r] != 0 else out.dtype.type(0)
-            out[b, first_head + r // n, i + r % n, d] = product
+        begin, at = place(out, b, first_head + r // n, i + r % n), np.uintp(r * width)
+        scale = factor[r]
+        for d in range(np.uintp(width)):
+            made[begin + d] = source[at + d] * scale if scale != 0 else scale
 
 
 @numba_njit
@@ -419,10 +440,22 @@ def inverse_or_zero(total: Array) -> Array:
 
 
 @numba_njit
+def clear_rows(out: Array, b: int, h: int) -> None:
+    made = memory(out)
+    for j in range(out.shape[2]):
+        begin = place(out, b, h, j)
+        for d in range(np.uintp(out.shape[3])):
+            made[begin + d] = 0
+
+
+@numba_njit
 def add_rows(out: Array, b: int, h: int, low: int, rows: Array) -> None:
+    width = out.shape[3]
+    source, made = memory(rows), memory(out)
     for j in range(len(rows)):
-        for d in range(out.shape[3]):
-            out[b, h, low + j, d] += rows[j, d]
+        begin, at = place(out, b, h, low + j), np.uintp(j * width)
+        for d in range(np.uintp(width)):
+            made[begin + d] += source[at + d]
 
 
 @numba_njit

@@ -12,7 +12,8 @@ import numpy as np
 from numba import types
 from numba.core.caching import FunctionCache
 from numba.core.typing import signature
-from numba.extending import overload
+from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array, populate_array
 from pytensor.configdefaults import config
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.cache import compile_numba_function_src
@@ -160,6 +161,53 @@ def empty(shape: Any, dtype: Any) -> np.ndarray:
     made = np.empty(shape, dtype)
     ask_for_huge_pages(made)
     return made
+
+
+def _memory(typing_context: Any, x: Any) -> Any:
+    """Return what begins where ``x`` does as a vector without an end, which keeps nothing alive.
+
+    A view of each row would cost more than a row: Numba counts references. Where indices are
+    unsigned, LLVM vectorizes loops of it.
+    """
+    made_type = types.Array(x.dtype, 1, "C")
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        array = make_array(x)(context, builder, values[0])
+        made = make_array(made_type)(context, builder)
+        size = context.get_abi_sizeof(context.get_data_type(x.dtype))
+        length, stride = (context.get_constant(types.intp, n) for n in (2**48, size))
+        populate_array(made, array.data, [length], [stride], stride, None)
+        return made._getvalue()
+
+    return made_type(x), generate
+
+
+memory: Any = intrinsic(_memory)
+
+
+@numba_njit
+def place(x: np.ndarray, b: int, h: int, s: int) -> Any:
+    """Return where in ``memory(x)`` the vector ``x[b, h, s]`` begins."""
+    return np.uintp((b * x.strides[0] + h * x.strides[1] + s * x.strides[2]) // x.itemsize)
+
+
+@numba_njit
+def with_whole_vectors(x: np.ndarray) -> np.ndarray:
+    """Return heads, or a copy of them, whose vectors lie in memory in one piece each."""
+    is_aligned = (x.strides[0] | x.strides[1] | x.strides[2]) % x.itemsize == 0
+    if x.strides[3] == x.itemsize and is_aligned:
+        return x[::1]
+    return np.ascontiguousarray(x)[::1]
+
+
+@numba_njit
+def empty_like_heads(x: np.ndarray, n_channels: int) -> np.ndarray:
+    """Return a new array of heads, which lie in memory by token if those of ``x`` do."""
+    n_batch, n_heads, n_steps = x.shape[:3]
+    if x.strides[1] < x.strides[2]:
+        by_token = empty((n_batch, n_steps, n_heads, n_channels), x.dtype)
+        return by_token.transpose((0, 2, 1, 3))
+    return empty((n_batch, n_heads, n_steps, n_channels), x.dtype)[::1]
 
 
 @numba_njit

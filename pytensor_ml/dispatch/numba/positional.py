@@ -8,7 +8,15 @@ import numpy as np
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_njit
 
-from pytensor_ml.dispatch.numba.basic import apart, empty, kernel_key, register_kernel
+from pytensor_ml.dispatch.numba.basic import (
+    apart,
+    empty_like_heads,
+    kernel_key,
+    memory,
+    place,
+    register_kernel,
+    with_whole_vectors,
+)
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.positional import (
     POSITION_BITS,
@@ -94,6 +102,9 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
     dtype = np.result_type(x.type.dtype, table.type.dtype)
     is_half = op.pairing == "half"
 
+    # Otherwise a table for each batch row and head, or axes to be merged.
+    is_plain = x.type.ndim == 4 and n_batch_axes < 2
+
     @numba_njit
     def apply_rotary(x: Array, table: Array) -> Array:
         n_steps, n_channels = x.shape[-2:]
@@ -105,60 +116,65 @@ def numba_funcify_apply_rotary(op: ApplyRotary, node: Apply, **kwargs: Any) -> A
         n_pairs = table.shape[-2]
         if table.size != n_batch * n_steps * n_pairs * 2 or 2 * n_pairs > n_channels:
             raise ValueError("A rotary table's shape does not go with that of what it rotates.")
-        rows = np.ascontiguousarray(x).reshape((n_batch, n_heads, n_steps, n_channels))
         angles = np.ascontiguousarray(table).reshape((n_batch, n_steps, n_pairs, 2))
-        y = empty(rows.shape, rows.dtype)
-        cos = np.empty((n_batch, n_steps, n_pairs), dtype)
-        sin = np.empty((n_batch, n_steps, n_pairs), dtype)
-        # Not by slices: assigning to one takes Numba ten seconds to compile.
-        for b in range(n_batch):
-            for s in range(n_steps):
-                for i in range(n_pairs):
-                    cos[b, s, i] = angles[b, s, i, 0]
-                    sin[b, s, i] = angles[b, s, i, 1] * sign
-        n_items = n_batch * n_heads
-        n_parts = count_parts(n_items, 2 * x.nbytes)
-        rotate_in_threads(n_items, n_parts, rows, cos, sin, is_half, y)
-        return y.reshape(x.shape)
+        cos, sin = parts_of_table(angles, dtype, sign)
+        if is_plain:
+            return rotate(with_whole_vectors(x), cos, sin, is_half)
+        heads = np.ascontiguousarray(x).reshape((n_batch, n_heads, n_steps, n_channels))
+        return np.ascontiguousarray(rotate(heads[::1], cos, sin, is_half)).reshape(x.shape)
 
     key = kernel_key(type(op), op.pairing, op.inverse, n_batch_axes, x.type.ndim, dtype.name)
     return apply_rotary, key
 
 
 @numba_njit
-def rotate_halves(x: Array, cos: Array, sin: Array, y: Array) -> None:
-    n_steps, n_pairs = cos.shape
-    for s in range(n_steps):
-        for i in range(n_pairs):
-            y[s, i] = x[s, i] * cos[s, i] - x[s, n_pairs + i] * sin[s, i]
-        for i in range(n_pairs):
-            y[s, n_pairs + i] = x[s, n_pairs + i] * cos[s, i] + x[s, i] * sin[s, i]
-        for i in range(2 * n_pairs, x.shape[1]):
-            y[s, i] = x[s, i]
+def parts_of_table(angles: Array, dtype: Any, sign: int) -> Any:
+    """Return cosines and sines, these times a sign."""
+    shape = angles.shape[:3]
+    cos, sin = np.empty(shape, dtype), np.empty(shape, dtype)
+    for b in range(shape[0]):
+        for s in range(shape[1]):
+            for i in range(shape[2]):
+                cos[b, s, i] = angles[b, s, i, 0]
+                sin[b, s, i] = angles[b, s, i, 1] * sign
+    return cos, sin
+
+
+@apart
+@numba_njit
+def rotate(x: Array, cos: Array, sin: Array, is_half: bool) -> Array:
+    """Rotate heads by the angles of their batch rows, or all by the same."""
+    y = empty_like_heads(x, x.shape[3])
+    n_items = x.shape[0] * x.shape[2]
+    rotate_in_threads(n_items, count_parts(n_items, 2 * x.nbytes), x, cos, sin, is_half, y)
+    return y
 
 
 @numba_njit
-def rotate_neighbors(x: Array, cos: Array, sin: Array, y: Array) -> None:
-    n_steps, n_pairs = cos.shape
-    for s in range(n_steps):
-        for i in range(n_pairs):
-            first, second = x[s, 2 * i], x[s, 2 * i + 1]
-            y[s, 2 * i] = first * cos[s, i] - second * sin[s, i]
-            y[s, 2 * i + 1] = second * cos[s, i] + first * sin[s, i]
-        for i in range(2 * n_pairs, x.shape[1]):
-            y[s, i] = x[s, i]
-
-
-@numba_njit
-def rotate_heads(
+def rotate_steps(
     first: int, stop: int, x: Array, cos: Array, sin: Array, is_half: bool, y: Array
 ) -> None:
+    n_heads, n_steps, n_channels = x.shape[1:]
+    n, n_rotated = np.uintp(cos.shape[2]), np.uintp(2 * cos.shape[2])
+    xs, ys, coss, sins = memory(x), memory(y), memory(cos), memory(sin)
+    two, one = np.uintp(2), np.uintp(1)
     for item in range(first, stop):
-        b, h = item // x.shape[1], item % x.shape[1]
-        if is_half:
-            rotate_halves(x[b, h], cos[b], sin[b], y[b, h])
-        else:
-            rotate_neighbors(x[b, h], cos[b], sin[b], y[b, h])
+        b, s = item // n_steps, item % n_steps
+        at = np.uintp(((b * n_steps if len(cos) > 1 else 0) + s) * cos.shape[2])
+        for h in range(n_heads):
+            at_x, at_y = place(x, b, h, s), place(y, b, h, s)
+            if is_half:
+                for i in range(n):
+                    left, right = xs[at_x + i], xs[at_x + n + i]
+                    ys[at_y + i] = left * coss[at + i] - right * sins[at + i]
+                    ys[at_y + n + i] = right * coss[at + i] + left * sins[at + i]
+            else:
+                for i in range(n):
+                    left, right = xs[at_x + two * i], xs[at_x + two * i + one]
+                    ys[at_y + two * i] = left * coss[at + i] - right * sins[at + i]
+                    ys[at_y + two * i + one] = right * coss[at + i] + left * sins[at + i]
+            for i in range(n_rotated, np.uintp(n_channels)):
+                ys[at_y + i] = xs[at_x + i]
 
 
-rotate_in_threads = in_threads(rotate_heads)
+rotate_in_threads = in_threads(rotate_steps)
