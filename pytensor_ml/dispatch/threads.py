@@ -29,8 +29,10 @@ from pytensor.link.numba.cache import compile_numba_function_src
 from scipy.linalg import cython_blas
 
 # What the threads have in common, as places in STATE; what changes often has a line of the
-# processor's cache, 8 words, to itself. A ticket is 2^32 times the number of a job, plus its next
-# part: a part is taken only of the very job whose work was read.
+# processor's cache, 8 words, to itself. A ticket is 2^32 times the number of a job, plus 2^16 times
+# how many parts were taken from the end, plus how many from the beginning: a part is taken only of
+# the very job whose work was read. From both ends, so that a thread mostly gets the same part of
+# the same arrays, which its cache may hold.
 TICKET, N_DONE, N_ASLEEP, IS_BUSY = 0, 8, 16, 24
 WORK, ARGUMENT, N_PARTS, N_THREADS, N_STARTED, HANDLE = range(32, 38)
 LOCK, WAKE = 40, 56
@@ -40,7 +42,8 @@ STATE = _memory[-_memory.ctypes.data // 8 % 8 :][:72]
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(STATE))
 
 NEXT_JOB = 2**32
-NO_PART = 2**32 - 1
+FROM_END = 2**16
+NO_PART = NEXT_JOB - 1
 
 # How often a thread looks for work, or lets another run, before it sleeps: for 0.1 ms or so.
 PATIENCE = 300
@@ -165,8 +168,13 @@ call: Any = intrinsic(_call)
 
 
 @register_jitable
+def count_taken(ticket: int) -> int:
+    return ticket % FROM_END + ticket % NEXT_JOB // FROM_END
+
+
+@register_jitable
 def has_part(own: int) -> Any:
-    return own < get(N_THREADS) and get(TICKET) % NEXT_JOB < get(N_PARTS)
+    return own < get(N_THREADS) and count_taken(get(TICKET)) < get(N_PARTS)
 
 
 @register_jitable
@@ -175,10 +183,14 @@ def take_parts(own: int) -> None:
     while own < get(N_THREADS):
         ticket = get(TICKET)
         work, argument, n_parts = get(WORK), get(ARGUMENT), get(N_PARTS)
-        if ticket % NEXT_JOB >= n_parts:
+        if count_taken(ticket) >= n_parts:
             break
-        if replace(TICKET, ticket, ticket + 1):
-            call(work, argument, ticket % NEXT_JOB)
+        if own % 2 == 0:
+            part, taken = ticket % FROM_END, 1
+        else:
+            part, taken = n_parts - 1 - ticket % NEXT_JOB // FROM_END, FROM_END
+        if replace(TICKET, ticket, ticket + taken):
+            call(work, argument, part)
             increase(N_DONE, 1)
 
 
@@ -241,10 +253,11 @@ def run(work: int, argument: int, n_parts: int) -> None:
         # Also for a single part: OpenBLAS's threads, once used, keep a processor busy for some
         # hundredths of a second, looking for more.
         set_blas_threads(1)
-        if n_parts > 1:
+        if 1 < n_parts < FROM_END:
             share(work, argument, n_parts, n_threads)
         else:
-            call(work, argument, 0)
+            for part in range(n_parts):
+                call(work, argument, part)
         set_blas_threads(n_threads)
         put(IS_BUSY, 0)
     else:
