@@ -97,6 +97,9 @@ def check_attention(dtype="float32", spoils_hidden=False):
             assert_same(dbias, right_dbias)
     no_rows = [*(x[:0] for x in values[:-1]), bias]
     assert run(*no_rows)[0].shape == (0, 4, 40, 1)
+    backward = [x[::-1, ::-1] for x in values]
+    for result, right in zip(run(*backward), run_inner_graphs(*backward), strict=True):
+        assert_same(result, right)
 
 
 def check_cached_attention(dtype="float32", capacity=10):

@@ -383,7 +383,6 @@ def cost(q: Array, k: Array) -> int:
     return q.size * k.shape[2]
 
 
-@apart
 @numba_njit
 def check_shapes(q: Array, k: Array, v: Array, mask: Any) -> None:
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
@@ -468,7 +467,6 @@ def add_block(out: Array, block: Array, b: int, first_head: int, i: int, n: int,
             out[at_b, at_head, at_query, min(low + j, out.shape[3] - 1)] += block[r, j]
 
 
-@apart
 @numba_njit
 def seen_keys(
     visible: Array, b: int, n_queries: int, n_keys: int, is_causal: bool, window: int

@@ -66,7 +66,6 @@ def numba_funcify_cross_entropy_pullback(
     return cross_entropy_pullback, kernel_key(type(op), smoothing, ignored)
 
 
-@apart
 @numba_njit
 def flat_ids(logits: Array, ids: Array) -> Array:
     if ids.shape != logits.shape[:-1]:

@@ -230,7 +230,6 @@ def route(
     return ids.reshape(shape), weights.reshape(shape), load
 
 
-@apart
 @numba_njit
 def moved(bias: Array, load: Array, step: float) -> Array:
     """Return the next bias."""
@@ -276,7 +275,6 @@ def route_pullback(
     return dlogits.reshape(logits.shape)
 
 
-@apart
 @numba_njit
 def check_shapes(x: Array, ids: Array, weights: Array, gate: Array, up: Array, down: Array) -> None:
     if x.shape[-1] != gate.shape[1]:

@@ -138,7 +138,6 @@ def ones(x: Array) -> Array:
     return np.ones(x.shape[-1], x.dtype)
 
 
-@apart
 @numba_njit
 def multiplier(x: Array, parameter: Array, offset: int) -> Array:
     """Return ``offset + parameter`` in the dtype of ``x``."""
