@@ -25,9 +25,10 @@ def check_rotations():
     values = [normal(2, 5, 3, 12), normal(5, 4, 2), normal(2, 5, 6, 2, dtype="float64")]
     for result, expected in zip(run(*values), run_inner_graphs(*values), strict=True):
         assert_close(result, expected)
-    for x_value in (values[0][::-1, ::-1], values[0][::-1, ::-1, :, ::-1]):
-        backward = [x_value, *values[1:]]
-        for result, expected in zip(run(*backward), run_inner_graphs(*backward), strict=True):
+    by_head = normal(2, 3, 5, 12).swapaxes(1, 2)
+    for x_value in (by_head, values[0][::-1, ::-1], values[0][::-1, ::-1, :, ::-1]):
+        placed = [x_value, *values[1:]]
+        for result, expected in zip(run(*placed), run_inner_graphs(*placed), strict=True):
             assert_close(result, expected)
     assert run(values[0][:0], values[1], values[2][:0])[0].shape == (0, 3, 5, 12)
     for wrong in ((4, 4, 2), (6, 4, 2)):

@@ -145,23 +145,36 @@ def parts_of_table(angles: Array, dtype: Any, sign: int) -> Any:
 def rotate(x: Array, cos: Array, sin: Array, is_half: bool) -> Array:
     """Rotate heads by the angles of their batch rows, or all by the same."""
     y = empty_like_heads(x, x.shape[3])
-    n_items = x.shape[0] * x.shape[2]
-    rotate_in_threads(n_items, count_parts(n_items, 2 * x.nbytes), x, cos, sin, is_half, y)
+    n_batch, n_heads, n_steps, _ = x.shape
+    n_parts = count_parts(n_batch * n_steps, 2 * x.nbytes)
+    # In the order of the memory, unless heads are too few to share out.
+    by_heads = x.strides[1] > x.strides[2] and n_batch * n_heads >= n_parts
+    n_items = n_batch * (n_heads if by_heads else n_steps)
+    rotate_in_threads(n_items, n_parts, x, cos, sin, is_half, by_heads, y)
     return y
 
 
 @numba_njit
 def rotate_steps(
-    first: int, stop: int, x: Array, cos: Array, sin: Array, is_half: bool, y: Array
+    first: int,
+    stop: int,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    is_half: bool,
+    by_heads: bool,
+    y: Array,
 ) -> None:
     n_heads, n_steps, n_channels = x.shape[1:]
+    n_outer, n_inner = (n_heads, n_steps) if by_heads else (n_steps, n_heads)
     n, n_rotated = np.uintp(cos.shape[2]), np.uintp(2 * cos.shape[2])
     xs, ys, coss, sins = memory(x), memory(y), memory(cos), memory(sin)
     two, one = np.uintp(2), np.uintp(1)
     for item in range(first, stop):
-        b, s = item // n_steps, item % n_steps
-        at = np.uintp(((b * n_steps if len(cos) > 1 else 0) + s) * cos.shape[2])
-        for h in range(n_heads):
+        b, outer = item // n_outer, item % n_outer
+        for inner in range(n_inner):
+            h, s = (outer, inner) if by_heads else (inner, outer)
+            at = np.uintp(((b * n_steps if len(cos) > 1 else 0) + s) * cos.shape[2])
             at_x, at_y = place(x, b, h, s), place(y, b, h, s)
             if is_half:
                 for i in range(n):
