@@ -9,6 +9,9 @@ from pytensor.link.c.op import COp
 
 from pytensor_ml.base import LayerOp
 from pytensor_ml.dispatch.c.threads import THREADS
+from pytensor_ml.dispatch.memory import keep_freed_memory
+
+keep_freed_memory()
 
 
 @singledispatch
@@ -102,9 +105,9 @@ using pytensor_ml_threads::in_threads;
 
 const npy_intp LANES = 16;
 
-// As on Numba: rows or columns that a part of a product is a multiple of, as OpenBLAS computes so
-// many at once, and multiplications that take as long as another thread takes to begin.
-const npy_intp TILE = 64, LEAST_PRODUCTS = 1 << 20;
+// As on Numba: rows or columns that a part of a product is a multiple of, as OpenBLAS computes 16 or
+// so at once, and multiplications that take as long as another thread takes to begin.
+const npy_intp TILE = 32, LEAST_PRODUCTS = 1 << 20;
 
 inline bool fail(const char* message) {
     PyErr_SetString(PyExc_ValueError, message);

@@ -22,7 +22,10 @@ from pytensor.link.numba.dispatch.compile_ops import numba_funcify_OpFromGraph
 
 from pytensor_ml import __version__
 from pytensor_ml.base import BlockOp, LayerOp
+from pytensor_ml.dispatch.memory import keep_freed_memory
 from pytensor_ml.dispatch.numba.linking import call_by_symbol
+
+keep_freed_memory()
 
 
 def refuse_float16(op: LayerOp, node: Apply) -> None:

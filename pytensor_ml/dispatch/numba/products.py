@@ -30,8 +30,8 @@ for name in ("sgemm", "dgemm", "sgemv", "dgemv"):
     address = get_cython_function_address("scipy.linalg.cython_blas", name)
     binding.add_symbol(f"pytensor_ml_{name}", address)
 
-# Rows or columns that a part has at least, and a multiple of. OpenBLAS computes so many at once.
-TILE = 64
+# Rows or columns that a part has at least, and a multiple of; OpenBLAS computes 16 or so at once.
+TILE = 32
 
 # Multiplications that take as long as another thread takes to begin.
 LEAST_PRODUCTS = 2**20
