@@ -105,8 +105,8 @@ using pytensor_ml_threads::in_threads;
 
 const npy_intp LANES = 16;
 
-// As on Numba: rows or columns that a part of a product is a multiple of, as OpenBLAS computes 16 or
-// so at once, and multiplications that take as long as another thread takes to begin.
+// As on Numba: rows or columns that a part of a product has at least, and a multiple of, and
+// multiplications that take as long as another thread takes to begin.
 const npy_intp TILE = 32, LEAST_PRODUCTS = 1 << 20;
 
 inline bool fail(const char* message) {
