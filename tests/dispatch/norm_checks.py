@@ -51,6 +51,25 @@ def check_kernels_stand_in_for_inner_graphs():
             assert_close(np.nan_to_num(result), np.nan_to_num(right), 2e-6)
 
 
+def check_rows_of_any_magnitude():
+    """Squares that float32 cannot hold, in rows that it can."""
+    rng = np.random.default_rng(13)
+    x, dy = (pt.tensor(name, shape=(None, WIDTH), dtype="float32") for name in ("x", "dy"))
+    y = RMSNorm(n_in=WIDTH, epsilon=0.0, affine=False)(x)
+    run = pytensor.function([x, dy], [y, pt.grad(None, x, known_grads={y: dy})])
+    values, gradients = rng.normal(size=(2, 4, WIDTH)).astype("float32")
+    values *= np.array([1, 1e25, 1e-25, 1], "float32")[:, None]
+    gradients *= np.array([1, 1e20, 1e-20, 1e38], "float32")[:, None]
+
+    wide, dwide = values.astype("float64"), gradients.astype("float64")
+    rms = np.sqrt((wide**2).mean(1, keepdims=True))
+    right = wide / rms
+    dright = (dwide - right * (dwide * right).mean(1, keepdims=True)) / rms
+    for results, expected in zip(run(values, gradients), (right, dright), strict=True):
+        for result, row in zip(results, expected, strict=True):
+            assert_close(result, row, 2e-6)
+
+
 def check_kernels_refuse_unequal_shapes():
     """A kernel must not read past the end of its inputs."""
     x, dy, scale = (pt.tensor(shape=(None,) * rank, dtype="float32") for rank in (2, 2, 1))

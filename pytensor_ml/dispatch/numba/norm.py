@@ -11,7 +11,14 @@ import pytensor.tensor as pt
 from pytensor.graph.basic import Apply
 from pytensor.link.numba.dispatch.basic import numba_funcify_and_cache_key, numba_njit
 
-from pytensor_ml.dispatch.numba.basic import apart, empty, kernel_key, register_kernel, rows_of
+from pytensor_ml.dispatch.numba.basic import (
+    apart,
+    empty,
+    kernel_key,
+    memory,
+    register_kernel,
+    rows_of,
+)
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.norm import (
     LayerNormLayer,
@@ -23,6 +30,19 @@ from pytensor_ml.layers.norm import (
 )
 
 Array = np.ndarray
+
+# With leave to add up in lanes, which nothing else needs.
+FASTMATH = {"contract", "nsz", "reassoc"}
+
+# So many terms are added up in the dtype of the rows.
+BLOCK = np.uintp(512)
+
+# A sum over rows leaves their dtype after so many.
+RECENT = 16
+
+# Mean squares from here on have lost nothing that counts, should some squares be too small for the
+# dtype.
+LEAST_SQUARE = 1e-30
 
 
 @register_kernel(PreciseSum)
@@ -157,17 +177,38 @@ def rms_norm_rows(x: Array, scale: Array, epsilon: float) -> Array:
     return y
 
 
-@numba_njit(error_model="numpy")
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
+def scale_and_square(
+    x: Array, at: int, factor: Any, scale: Array, y: Array, at_next: int, n: int
+) -> float:
+    """Fill a row of ``y`` from that of ``x``, and return the sum of squares of the next.
+
+    To read a row takes as long as to write one, and can be done meanwhile.
+    """
+    xx = 0.0
+    for start in range(np.uintp(0), n, BLOCK):
+        part = x.dtype.type(0)
+        for i in range(start, min(start + BLOCK, n)):
+            y[at + i] = x[at + i] * factor * scale[i]
+            part += x[at_next + i] * x[at_next + i]
+        xx += np.float64(part)
+    return xx
+
+
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
 def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float, y: Array) -> None:
-    n = x.shape[1]
-    x, y = x[first:stop], y[first:stop]
-    for row in range(len(x)):
-        xx = 0.0
-        for i in range(n):
-            xx += np.float64(x[row, i]) * np.float64(x[row, i])
+    n = np.uintp(x.shape[1])
+    xs, ys, scales = memory(x), memory(y), memory(scale)
+    xx = 0.0
+    for row in range(first, stop):
+        at = np.uintp(row) * n
+        if not LEAST_SQUARE * n < xx < np.inf:
+            xx = 0.0
+            for i in range(n):
+                xx += np.float64(xs[at + i]) * np.float64(xs[at + i])
         r = x.dtype.type(1 / np.sqrt(xx / n + epsilon))
-        for i in range(n):
-            y[row, i] = x[row, i] * r * scale[i]
+        at_next = at + n if row + 1 < stop else at
+        xx = scale_and_square(xs, at, r, scales, ys, at_next, n)
 
 
 rms_norm_in_threads = in_threads(rms_norm_part)
@@ -196,7 +237,26 @@ def total_of_rows(x: Array) -> Array:
     return total
 
 
-@numba_njit(error_model="numpy")
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
+def sums_of_row(x: Array, dy: Array, scale: Array, at: int, n: int) -> Any:
+    """Return the sums of x^2 and of x times the gradient of the normalized row."""
+    xx, gx = 0.0, 0.0
+    for start in range(np.uintp(0), n, BLOCK):
+        part_xx, part_gx = x.dtype.type(0), x.dtype.type(0)
+        for i in range(start, min(start + BLOCK, n)):
+            part_xx += x[at + i] * x[at + i]
+            part_gx += dy[at + i] * scale[i] * x[at + i]
+        xx += np.float64(part_xx)
+        gx += np.float64(part_gx)
+    if not (LEAST_SQUARE * n < xx < np.inf and abs(gx) < np.inf):
+        xx, gx = 0.0, 0.0
+        for i in range(n):
+            xx += np.float64(x[at + i]) * np.float64(x[at + i])
+            gx += np.float64(dy[at + i] * scale[i]) * np.float64(x[at + i])
+    return xx, gx
+
+
+@numba_njit(error_model="numpy", fastmath=FASTMATH)
 def rms_norm_pullback_part(
     part: int,
     _: int,
@@ -208,23 +268,23 @@ def rms_norm_pullback_part(
     dx: Array,
     dscales: Array,
 ) -> None:
-    n = x.shape[1]
-    dscale = dscales[part]
-    own = slice(part * per_part, min((part + 1) * per_part, len(x)))
-    x, dy, dx = x[own], dy[own], dx[own]
-    for row in range(len(x)):
-        xx = 0.0
-        gx = 0.0
-        for i in range(n):
-            xx += np.float64(x[row, i]) * np.float64(x[row, i])
-            gx += np.float64(dy[row, i] * scale[i]) * np.float64(x[row, i])
+    n = np.uintp(x.shape[1])
+    stop = min((part + 1) * per_part, len(x))
+    recent = np.zeros(x.shape[1], x.dtype)
+    xs, dys, scales, dxs, recents = memory(x), memory(dy), memory(scale), memory(dx), memory(recent)
+    for row in range(part * per_part, stop):
+        at = np.uintp(row) * n
+        xx, gx = sums_of_row(xs, dys, scales, at, n)
         rms = np.sqrt(xx / n + epsilon)
-        r = x.dtype.type(1 / rms)
-        mean = x.dtype.type(gx / rms / n)
+        r, mean = x.dtype.type(1 / rms), x.dtype.type(gx / rms / n)
         for i in range(n):
-            normalized = x[row, i] * r
-            dscale[i] += dy[row, i] * normalized
-            dx[row, i] = r * (dy[row, i] * scale[i] - normalized * mean)
+            normalized = xs[at + i] * r
+            recents[i] += dys[at + i] * normalized
+            dxs[at + i] = r * (dys[at + i] * scales[i] - normalized * mean)
+        if row % RECENT == RECENT - 1 or row == stop - 1:
+            for i in range(x.shape[1]):
+                dscales[part, i] += recent[i]
+                recent[i] = 0
 
 
 rms_norm_pullback_in_threads = in_threads(rms_norm_pullback_part)

@@ -23,6 +23,10 @@ def test_kernels_stand_in_for_inner_graphs():
     norm_checks.check_kernels_stand_in_for_inner_graphs()
 
 
+def test_kernels_take_rows_of_any_magnitude():
+    norm_checks.check_rows_of_any_magnitude()
+
+
 def test_kernels_refuse_unequal_shapes():
     norm_checks.check_kernels_refuse_unequal_shapes()
 
