@@ -124,24 +124,30 @@ using namespace pytensor_ml_threads;
 
 const int LANES = 16;
 
-// Adds up the K terms that `term(i, terms)` gives for every i < n.
-template <int K, typename Term>
+// As on Numba: so many terms are added up in T, and mean squares from here on have lost nothing
+// that counts, should some squares be too small for T.
+const npy_intp BLOCK = 512;
+const double LEAST_SQUARE = 1e-30;
+
+// Adds up the K terms of type T that `term(i, terms)` gives for every i < n.
+template <int K, typename T, typename Term>
 inline void sum(npy_intp n, double (&sums)[K], Term term) {
-    double lanes[K][LANES] = {}, terms[K];
-    npy_intp i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; ++l) {
-            double t[K];
-            term(i + l, t);
-            for (int k = 0; k < K; ++k) lanes[k][l] += t[k];
+    for (int k = 0; k < K; ++k) sums[k] = 0;
+    for (npy_intp i = 0; i < n;) {
+        const npy_intp stop = std::min(n, i + BLOCK);
+        T lanes[K][LANES] = {}, terms[K];
+        for (; i + LANES <= stop; i += LANES)
+            for (int l = 0; l < LANES; ++l) {
+                T t[K];
+                term(i + l, t);
+                for (int k = 0; k < K; ++k) lanes[k][l] += t[k];
+            }
+        for (; i < stop; ++i) {
+            term(i, terms);
+            for (int k = 0; k < K; ++k) lanes[k][0] += terms[k];
         }
-    for (int k = 0; k < K; ++k) {
-        sums[k] = 0;
-        for (int l = 0; l < LANES; ++l) sums[k] += lanes[k][l];
-    }
-    for (; i < n; ++i) {
-        term(i, terms);
-        for (int k = 0; k < K; ++k) sums[k] += terms[k];
+        for (int k = 0; k < K; ++k)
+            for (int l = 0; l < LANES; ++l) sums[k] += lanes[k][l];
     }
 }
 
@@ -220,11 +226,17 @@ bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsil
     return in_threads(n_rows(X), n_parts, [=](npy_intp row, npy_intp stop) {
         const T* x = all_x + row * n;
         T* __restrict__ y = all_y + row * n;
+        double xx[1] = {0};
         for (; row < stop; ++row, x += n, y += n) {
-            double xx[1];
-            sum(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * double(x[i]); });
+            if (!(LEAST_SQUARE * n < xx[0] && xx[0] < INFINITY))
+                sum<1, double>(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * x[i]; });
             const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
-            for (npy_intp i = 0; i < n; ++i) y[i] = x[i] * r * scale[i];
+            // The next row is read while this one is written, which takes as long.
+            const T* next = row + 1 < stop ? x + n : x;
+            sum<1, T>(n, xx, [=](npy_intp i, T* t) {
+                y[i] = x[i] * r * scale[i];
+                t[0] = next[i] * next[i];
+            });
         }
     });
 }
@@ -251,10 +263,16 @@ bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale
             T* __restrict__ dscale = by_scale[part].recent.data();
             for (npy_intp n_done = 0; row < stop; ++row, x += n, dy += n, dx += n) {
                 double sums[2];
-                sum(n, sums, [&](npy_intp i, double* t) {
-                    t[0] = double(x[i]) * double(x[i]);
-                    t[1] = double(dy[i] * scale[i]) * double(x[i]);
+                sum<2, T>(n, sums, [&](npy_intp i, T* t) {
+                    t[0] = x[i] * x[i];
+                    t[1] = dy[i] * scale[i] * x[i];
                 });
+                if (!(LEAST_SQUARE * n < sums[0] && sums[0] < INFINITY &&
+                      std::abs(sums[1]) < INFINITY))
+                    sum<2, double>(n, sums, [&](npy_intp i, double* t) {
+                        t[0] = double(x[i]) * x[i];
+                        t[1] = double(dy[i] * scale[i]) * x[i];
+                    });
                 const double rms = std::sqrt(sums[0] / n + epsilon);
                 const T r = T(1 / rms), mean = T(sums[1] / rms / n);
                 for (npy_intp i = 0; i < n; ++i) {
@@ -275,10 +293,10 @@ bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale
 template <typename T>
 inline void center(const T* x, double* __restrict__ d, npy_intp n) {
     double total[1];
-    sum(n, total, [&](npy_intp i, double* t) { t[0] = x[i]; });
+    sum<1, double>(n, total, [&](npy_intp i, double* t) { t[0] = x[i]; });
     const double mean = total[0] / n;
     for (npy_intp i = 0; i < n; ++i) d[i] = x[i] - mean;
-    sum(n, total, [&](npy_intp i, double* t) { t[0] = d[i]; });
+    sum<1, double>(n, total, [&](npy_intp i, double* t) { t[0] = d[i]; });
     const double rest = total[0] / n;
     for (npy_intp i = 0; i < n; ++i) d[i] -= rest;
 }
@@ -302,7 +320,7 @@ bool layer_norm(PyArrayObject* X, PyArrayObject* Loc, PyArrayObject* Scale, PyAr
         for (; row < stop; ++row, x += n, y += n) {
             center(x, d, n);
             double dd[1];
-            sum(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
+            sum<1, double>(n, dd, [&](npy_intp i, double* t) { t[0] = d[i] * d[i]; });
             const double r = 1 / std::sqrt(dd[0] / n + epsilon);
             for (npy_intp i = 0; i < n; ++i) y[i] = T(d[i] * r) * scale[i] + loc[i];
         }
@@ -336,7 +354,7 @@ bool layer_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Loc
             for (npy_intp n_done = 0; row < stop; ++row, x += n, dy += n, dx += n) {
                 center(x, d, n);
                 double sums[3];
-                sum(n, sums, [&](npy_intp i, double* t) {
+                sum<3, double>(n, sums, [&](npy_intp i, double* t) {
                     const double g = dy[i] * scale[i];
                     t[0] = d[i] * d[i];
                     t[1] = g;
