@@ -8,9 +8,10 @@ took a seventh of the time. The first kernel of C or Numba lets the process keep
 import ctypes
 import os
 
-# Of arrays below this size, the most that glibc allows on all systems, what is freed is kept.
+# The memory of arrays below this size, the most that glibc allows on all systems, is kept: as much
+# as lies below something in use, and this much above.
 LARGEST_KEPT = 2**25
-MOST_KEPT = 2**28
+MOST_KEPT_AT_END = 2**28
 
 # Parameters of mallopt, as in <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -22,4 +23,4 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None) if os.name == "posix" else None
     if hasattr(library, "gnu_get_libc_version") and not any(name in os.environ for name in names):
         library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        library.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
+        library.mallopt(M_TRIM_THRESHOLD, MOST_KEPT_AT_END)

@@ -308,6 +308,8 @@ def _forget_threads() -> None:
         set_threads: Any = _blas_function("set_num_threads")
         ctypes.CFUNCTYPE(None, ctypes.c_int)(set_threads)(int(STATE[N_THREADS]))
     STATE[[N_ASLEEP, IS_BUSY, N_STARTED]] = 0
+    # Whatever parts the other's job had left.
+    STATE[TICKET] |= NO_PART
 
 
 if HAS_THREADS:

@@ -276,6 +276,15 @@ def cached_by_source(function: Any) -> Any:
     return cached_as(function, kernel_key(function.py_func.__name__, source_of(function.py_func)))
 
 
+# What PyTensor made of ``numba_njit`` for the functions of these modules.
+FASTMATH_OF_MODULES = bool(config.numba__fastmath)
+
+
+def fastmath_key() -> str:
+    """Return what tells by which leave to reorder a kernel, and what it calls, were compiled."""
+    return f"fastmath{int(config.numba__fastmath)}{int(FASTMATH_OF_MODULES)}"
+
+
 def cached_as(function: Any, key: str) -> Any:
     """Let Numba cache ``function``, a closure or not, by ``key`` and the types of arguments alone.
 
@@ -289,7 +298,7 @@ def cached_as(function: Any, key: str) -> Any:
         f"def {name}(): pass",
         name,
         {"__name__": __name__},
-        cache_key=f"{key}_fastmath{int(config.numba__fastmath)}",
+        cache_key=f"{key}_{fastmath_key()}",
     )
     function._cache = FunctionCache(stand_in)
     return function

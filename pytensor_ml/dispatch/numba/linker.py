@@ -17,7 +17,7 @@ from pytensor.link.numba.linker import NumbaLinker
 from pytensor.link.utils import raise_with_op
 
 from pytensor_ml.base import BlockOp
-from pytensor_ml.dispatch.numba.basic import cached_as, kernel_key
+from pytensor_ml.dispatch.numba.basic import cached_as, fastmath_key, kernel_key
 
 # Numba takes seconds for each hundred arrays that a function takes, more than in proportion.
 MAX_ARRAYS = 64
@@ -127,7 +127,7 @@ def _function_of(node: Apply, blocks: dict[Any, Any], compiled: dict[str, Any]) 
     if key is not None:
         # Some functions are made for the dtype of their node, which PyTensor's key does not tell.
         types = tuple(v.type for v in (*node.inputs, *node.outputs))
-        key = kernel_key(key, "called", types, config.numba__fastmath)
+        key = kernel_key(key, "called", types, fastmath_key())
         if key in compiled:
             return compiled[key]
     called = compile_numba_function_src(

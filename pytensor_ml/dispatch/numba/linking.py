@@ -94,7 +94,12 @@ def _environment_of(dispatcher: Any, result: Any) -> Environment:
         library = result.library
         if library._compiled_object is None:
             cache = dispatcher._cache
-            payload = cache._cache_file.load(cache._index_key(result.signature, library.codegen))
+            payload = cache._cache_file.load(
+                cache._index_key(result.signature.args, library.codegen)
+            )
+            if payload is not None and payload[1].mangled_name != symbol:
+                # Another process has put its own there since.
+                payload = None
         else:
             payload = result._reduce()
         environment = Environment(globals())

@@ -44,11 +44,22 @@ inner = make_inner(3)
 middle = cached("def middle(*args): return inner(*args)", "middle", inner=call_by_symbol(inner))
 linked = cached("def linked(*args): return middle(*args)", "linked", middle=call_by_symbol(middle))
 name, *lost = sys.argv[1:]
-if lost:
+if lost == ["overwritten"]:
+    import subprocess
+    first = cached("def first(x, y): return middle(x, y)", "first", middle=middle)
+    first(np.ones(2), np.ones(2))
+    for file in Path(middle._cache.cache_path).glob("string.middle-*"):
+        file.unlink()
+    subprocess.run([sys.executable, *sys.orig_argv[1:3], "direct"], check=True)
+    for file in Path(middle._cache.cache_path).glob("string.direct-*"):
+        file.unlink()
+elif lost:
     inner(np.ones(2), np.ones(2))
     for name_of_file in ("inner", "middle", "linked"):
         for file in list(Path(lost[0]).rglob(f"string.{name_of_file}-*")):
             file.unlink()
+if name == "direct":
+    linked = call_by_symbol(middle)
 outer = cached(f'''
 def {name}(x, y):
     a, b = linked(x, y)
@@ -96,13 +107,21 @@ def run(tmp_path):
 
 def test_called_code_is_not_copied_and_comes_with_its_caller_from_the_cache(run, tmp_path):
     assert run("outer") == ["too long", "hits 0 misses 1", "copied []"]
-    # Links what the first run left in the cache.
-    assert run("other")[:2] == ["too long", "hits 0 misses 1"]
+    # Link what the first run left in the cache.
+    for name in ("other", "direct"):
+        assert run(name)[:2] == ["too long", "hits 0 misses 1"]
     for entry in ("inner", "middle", "linked"):
         for file in list(tmp_path.rglob(f"string.{entry}-*")):
             file.unlink()
-    assert run("outer") == ["too long", "hits 1 misses 0"]
-    assert run("other") == ["too long", "hits 1 misses 0"]
+    for name in ("outer", "other", "direct"):
+        assert run(name) == ["too long", "hits 1 misses 0"]
+
+
+def test_a_caller_does_not_bring_what_another_process_has_put_in_the_cache_since(run, tmp_path):
+    run("outer")
+    run("direct", "overwritten")
+    assert run("direct")[:2] == ["too long", "hits 0 misses 1"]
+    assert run("direct")[:2] == ["too long", "hits 1 misses 0"]
 
 
 def test_a_caller_of_what_holds_an_address_is_not_cached(run):

@@ -124,6 +124,8 @@ def test_a_forked_process_starts_its_own_threads():
         status = 1
         signal.alarm(60)
         try:
+            # Its threads must find no parts of the other's job.
+            assert threads.STATE[threads.TICKET] % threads.NEXT_JOB == threads.NO_PART
             assert_that_parts_meet()
             status = 0
         finally:
