@@ -35,7 +35,7 @@ Array = np.ndarray
 FASTMATH = {"contract", "nsz", "reassoc"}
 
 # So many terms are added up in the dtype of the rows.
-BLOCK = np.uintp(512)
+BLOCK: Any = np.uintp(512)
 
 # A sum over rows leaves their dtype after so many.
 RECENT = 16
