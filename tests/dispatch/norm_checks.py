@@ -57,9 +57,9 @@ def check_rows_of_any_magnitude():
     x, dy = (pt.tensor(name, shape=(None, WIDTH), dtype="float32") for name in ("x", "dy"))
     y = RMSNorm(n_in=WIDTH, epsilon=0.0, affine=False)(x)
     run = pytensor.function([x, dy], [y, pt.grad(None, x, known_grads={y: dy})])
-    values, gradients = rng.normal(size=(2, 4, WIDTH)).astype("float32")
-    values *= np.array([1, 1e25, 1e-25, 1], "float32")[:, None]
-    gradients *= np.array([1, 1e20, 1e-20, 1e38], "float32")[:, None]
+    values, gradients = rng.normal(size=(2, 5, WIDTH)).astype("float32")
+    values *= np.array([1, 1e25, 1e-25, 1, 1e-12], "float32")[:, None]
+    gradients *= np.array([1, 1e20, 1e-20, 1e37, 1e-30], "float32")[:, None]
 
     wide, dwide = values.astype("float64"), gradients.astype("float64")
     rms = np.sqrt((wide**2).mean(1, keepdims=True))

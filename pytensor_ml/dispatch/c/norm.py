@@ -124,10 +124,10 @@ using namespace pytensor_ml_threads;
 
 const int LANES = 16;
 
-// As on Numba: so many terms are added up in T, and mean squares from here on have lost nothing
-// that counts, should some squares be too small for T.
+// As on Numba: so many terms are added up in T, and means of products from here on have lost nothing
+// that counts, should some products be too small for T.
 const npy_intp BLOCK = 512;
-const double LEAST_SQUARE = 1e-30;
+const double LEAST_MEAN = 1e-30;
 
 // Adds up the K terms of type T that `term(i, terms)` gives for every i < n.
 template <int K, typename T, typename Term>
@@ -228,7 +228,7 @@ bool rms_norm(PyArrayObject* X, PyArrayObject* Scale, PyArrayObject*& Y, T epsil
         T* __restrict__ y = all_y + row * n;
         double xx[1] = {0};
         for (; row < stop; ++row, x += n, y += n) {
-            if (!(LEAST_SQUARE * n < xx[0] && xx[0] < INFINITY))
+            if (!(LEAST_MEAN * n < xx[0] && xx[0] < INFINITY))
                 sum<1, double>(n, xx, [&](npy_intp i, double* t) { t[0] = double(x[i]) * x[i]; });
             const T r = T(1 / std::sqrt(xx[0] / n + epsilon));
             // The next row is read while this one is written, which takes as long.
@@ -267,8 +267,8 @@ bool rms_norm_pullback(PyArrayObject* X, PyArrayObject* DY, PyArrayObject* Scale
                     t[0] = x[i] * x[i];
                     t[1] = dy[i] * scale[i] * x[i];
                 });
-                if (!(LEAST_SQUARE * n < sums[0] && sums[0] < INFINITY &&
-                      std::abs(sums[1]) < INFINITY))
+                if (!(LEAST_MEAN * n < sums[0] && sums[0] < INFINITY &&
+                      LEAST_MEAN * n < std::abs(sums[1]) && std::abs(sums[1]) < INFINITY))
                     sum<2, double>(n, sums, [&](npy_intp i, double* t) {
                         t[0] = double(x[i]) * x[i];
                         t[1] = double(dy[i] * scale[i]) * x[i];

@@ -40,9 +40,9 @@ BLOCK: Any = np.uintp(512)
 # A sum over rows leaves their dtype after so many.
 RECENT = 16
 
-# Mean squares from here on have lost nothing that counts, should some squares be too small for the
-# dtype.
-LEAST_SQUARE = 1e-30
+# Means of products from here on have lost nothing that counts, should some products be too small for
+# the dtype.
+LEAST_MEAN = 1e-30
 
 
 @register_kernel(PreciseSum)
@@ -202,7 +202,7 @@ def rms_norm_part(first: int, stop: int, x: Array, scale: Array, epsilon: float,
     xx = 0.0
     for row in range(first, stop):
         at = np.uintp(row) * n
-        if not LEAST_SQUARE * n < xx < np.inf:
+        if not LEAST_MEAN * n < xx < np.inf:
             xx = 0.0
             for i in range(n):
                 xx += np.float64(xs[at + i]) * np.float64(xs[at + i])
@@ -248,7 +248,7 @@ def sums_of_row(x: Array, dy: Array, scale: Array, at: int, n: int) -> Any:
             part_gx += dy[at + i] * scale[i] * x[at + i]
         xx += np.float64(part_xx)
         gx += np.float64(part_gx)
-    if not (LEAST_SQUARE * n < xx < np.inf and abs(gx) < np.inf):
+    if not (LEAST_MEAN * n < xx < np.inf and LEAST_MEAN * n < abs(gx) < np.inf):
         xx, gx = 0.0, 0.0
         for i in range(n):
             xx += np.float64(x[at + i]) * np.float64(x[at + i])
