@@ -40,8 +40,7 @@ BLOCK: Any = np.uintp(512)
 # A sum over rows leaves their dtype after so many.
 RECENT = 16
 
-# Means of products from here on have lost nothing that counts, should some products be too small for
-# the dtype.
+# Means from here on have lost nothing that counts, should some products be too small for the dtype.
 LEAST_MEAN = 1e-30
 
 
