@@ -124,8 +124,8 @@ using namespace pytensor_ml_threads;
 
 const int LANES = 16;
 
-// As on Numba: so many terms are added up in T, and means from here on have lost nothing that counts,
-// should some products be too small for T.
+// As on Numba: so many terms are added up in T, and means from here on have lost nothing that
+// counts, should some products be too small for T.
 const npy_intp BLOCK = 512;
 const double LEAST_MEAN = 1e-30;
 

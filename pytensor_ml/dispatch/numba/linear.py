@@ -59,7 +59,7 @@ def numba_funcify_linear_pullback(op: LinearPullback, node: Apply, **kwargs: Any
         @numba_njit
         def linear_pullback(X: Array, W: Array, g: Array, b: Array) -> Any:
             rows = rows_of(g)
-            return *gradients(X, W, rows), rows.sum(axis=0)
+            return *gradients(X, W, rows), sum_of_rows(rows)
 
     return linear_pullback, kernel_key(type(op), len(node.inputs))
 
@@ -79,6 +79,17 @@ def multiplied(x: Array, y: Array) -> Array:
     made = empty((x.shape[0], y.shape[1]), x.dtype)
     multiply(x, y, made)
     return made
+
+
+@apart
+@numba_njit
+def sum_of_rows(x: Array) -> Array:
+    """Return the sum of all rows, added up in float64: there may be many."""
+    total = np.zeros(x.shape[1])
+    for row in range(len(x)):
+        for i in range(len(total)):
+            total[i] += x[row, i]
+    return total.astype(x.dtype)
 
 
 @apart
