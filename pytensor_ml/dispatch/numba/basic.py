@@ -304,6 +304,17 @@ def cached_as(function: Any, key: str) -> Any:
     return function
 
 
+@apart
+@numba_njit
+def sum_of_rows(x: np.ndarray) -> np.ndarray:
+    """Return the sum of all rows, added up in float64: there may be many."""
+    total = np.zeros(x.shape[1])
+    for row in range(len(x)):
+        for i in range(len(total)):
+            total[i] += x[row, i]
+    return total.astype(x.dtype)
+
+
 def numba_funcify_block(op: BlockOp, **kwargs: Any) -> Any:
     return compiled_apart(*numba_funcify_OpFromGraph(op, **kwargs))
 

@@ -13,6 +13,7 @@ from pytensor_ml.dispatch.numba.basic import (
     kernel_key,
     register_kernel,
     rows_of,
+    sum_of_rows,
 )
 from pytensor_ml.dispatch.numba.half import multiply_by_weight
 from pytensor_ml.dispatch.numba.products import multiply
@@ -79,17 +80,6 @@ def multiplied(x: Array, y: Array) -> Array:
     made = empty((x.shape[0], y.shape[1]), x.dtype)
     multiply(x, y, made)
     return made
-
-
-@apart
-@numba_njit
-def sum_of_rows(x: Array) -> Array:
-    """Return the sum of all rows, added up in float64: there may be many."""
-    total = np.zeros(x.shape[1])
-    for row in range(len(x)):
-        for i in range(len(total)):
-            total[i] += x[row, i]
-    return total.astype(x.dtype)
 
 
 @apart

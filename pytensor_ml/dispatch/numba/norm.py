@@ -18,6 +18,7 @@ from pytensor_ml.dispatch.numba.basic import (
     memory,
     register_kernel,
     rows_of,
+    sum_of_rows,
 )
 from pytensor_ml.dispatch.numba.threads import count_parts, in_threads
 from pytensor_ml.layers.norm import (
@@ -224,16 +225,7 @@ def rms_norm_pullback_rows(x: Array, dy: Array, scale: Array, epsilon: float) ->
     dscales = np.zeros((n_parts, x.shape[1]))
     per_part = -(-len(x) // n_parts)
     rms_norm_pullback_in_threads(n_parts, n_parts, x, dy, scale, epsilon, per_part, dx, dscales)
-    return dx, total_of_rows(dscales)
-
-
-@numba_njit
-def total_of_rows(x: Array) -> Array:
-    total = x[0].copy()
-    for row in range(1, len(x)):
-        for i in range(len(total)):
-            total[i] += x[row, i]
-    return total
+    return dx, sum_of_rows(dscales)
 
 
 @numba_njit(error_model="numpy", fastmath=FASTMATH)
