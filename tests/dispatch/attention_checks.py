@@ -71,7 +71,7 @@ def check_attention(dtype="float32", spoils_hidden=False, takes_backward=True):
         (2, 3, 4, 8, 6, True),
         (1, 1, 1, 8, 8, False),
         (2, 3, 37, 19, 5, False),
-        (2, 40, 20, 1, 1, False),
+        (2, 150, 20, 1, 1, False),
     ]:
         q, k, v, g = (
             normal(n_batch, *shape, dtype=dtype)
@@ -96,7 +96,7 @@ def check_attention(dtype="float32", spoils_hidden=False, takes_backward=True):
         if not (is_spoiled and spoils_hidden):
             assert_same(dbias, right_dbias)
     no_rows = [*(x[:0] for x in values[:-1]), bias]
-    assert run(*no_rows)[0].shape == (0, 4, 40, 1)
+    assert run(*no_rows)[0].shape == (0, 4, 150, 1)
     if takes_backward:
         backward = [x[::-1, ::-1] for x in values]
         for result, right in zip(run(*backward), run_inner_graphs(*backward), strict=True):
@@ -116,14 +116,14 @@ def check_cached_attention(dtype="float32", capacity=10):
     y = cached_attention(q, k, v, cache, scale=SCALE, window=6)
     run = pytensor.function([*by_token, *cache], emptied([y]))
     run_inner_graph = in_python([*by_token, *cache], [y])
-    for n_new, length, start in [(1, 0, (0, 0)), (1, capacity, (0, 3)), (30, 9, (0, 12))]:
+    for n_new, length, start in [(1, 0, (0, 0)), (1, capacity, (0, 3)), (150, 9, (0, 12))]:
         new = [(n_new, 4, 19), (n_new, 2, 19), (n_new, 2, 5)]
         old = [(2, capacity, 19), (2, capacity, 5)]
         values = [normal(2, *shape, dtype=dtype) for shape in (*new, *old)]
         values += [np.int32(length), np.array(start, "int32")]
         assert_same(run(*values)[0], run_inner_graph(*values)[0])
     no_rows = [x[:0] if x.ndim else x for x in values]
-    assert run(*no_rows)[0].shape == (0, 4, 30, 5)
+    assert run(*no_rows)[0].shape == (0, 4, 150, 5)
 
 
 def assert_same(result, right):

@@ -62,10 +62,10 @@ def check_attention():
     outputs = [y, *pt.grad(None, [q, k, v], known_grads={y: g})]
     run = pytensor.function([*by_token, mask], emptied(outputs))
     run_inner_graphs = in_python([*by_token, mask], outputs)
-    shapes = (40, 4, 19), (39, 2, 19), (39, 2, 7), (40, 4, 7)
+    shapes = (150, 4, 19), (39, 2, 19), (39, 2, 7), (150, 4, 7)
     q, k, v, g = (normal(7, *shape) for shape in shapes)
-    mask = normal(7, 1, 40, 39) > -0.5
-    # What no query sees, which a part must know though it begins amid the heads of a batch row.
+    mask = normal(7, 1, 150, 39) > -0.5
+    # What no query sees, which a part must know though it begins amid the blocks of a head.
     k[:, 2], v[:, 2], mask[..., 2] = np.nan, np.nan, False
     values = [q, k, v, g, mask]
     for result, right in zip(run(*values), run_inner_graphs(*values), strict=True):

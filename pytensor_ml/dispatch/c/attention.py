@@ -84,7 +84,8 @@ namespace pytensor_ml_attention {
 
 using namespace pytensor_ml_products;
 
-const npy_intp BLOCK = 64;
+// As on Numba: rows of scores that are held at a time.
+const npy_intp BLOCK = 128;
 
 struct Settings {
     bool is_causal;
@@ -114,20 +115,21 @@ struct Array4 {
         return *(T*)((char*)row(b, h, i) + j * strides[3]);
     }
 
-    // Rows of one head. They are copied if they are not contiguous, or to put 0 in the place of
-    // those that no query sees.
-    const T* head(npy_intp b, npy_intp h, npy_intp stop, const std::vector<char>& seen,
-                  std::vector<T>& scratch) const {
-        const npy_intp width = shape[3];
-        const bool contiguous = (width == 1 || strides[3] == npy_intp(sizeof(T))) &&
-                                (stop < 2 || strides[2] == npy_intp(width * sizeof(T)));
-        if (contiguous && std::find(seen.begin(), seen.end(), 0) == seen.end())
-            return row(b, h, 0);
+    // Rows of one head. They are copied if their items are not side by side, or to put 0 in the
+    // place of those that no query sees.
+    Matrix<T> head(npy_intp b, npy_intp h, npy_intp stop, const std::vector<char>& seen,
+                   std::vector<T>& scratch) const {
+        const npy_intp width = shape[3], item = sizeof(T);
+        const npy_intp stride = stop < 2 ? width : strides[2] / item;
+        if ((width == 1 || strides[3] == item) && stride >= width &&
+            (stop < 2 || strides[2] % item == 0) &&
+            std::find(seen.begin(), seen.end(), 0) == seen.end())
+            return {row(b, h, 0), stride, false};
         scratch.assign(stop * width, T(0));
         for (npy_intp j = 0; j < stop; ++j)
             for (npy_intp d = 0; d < width && (seen.empty() || seen[j]); ++d)
                 scratch[j * width + d] = at(b, h, j, d);
-        return scratch.data();
+        return {scratch.data(), width, false};
     }
 };
 
@@ -139,6 +141,8 @@ template <typename T, typename M> T masked(T score, M mask) { return score + T(m
 // The rows of the heads that share keys and values, of some queries of one batch row.
 struct Block {
     npy_intp b, first_head, group, first_query, n_queries, position;
+
+    static npy_intp most_queries(npy_intp group) { return std::max(BLOCK / group, npy_intp(1)); }
 
     npy_intp n_rows() const { return group * n_queries; }
     npy_intp head(npy_intp r) const { return first_head + r / n_queries; }
@@ -267,35 +271,39 @@ bool attention(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObje
         return false;
     const Array4<T> y(Y);
     const npy_intp group = q.shape[1] / k.shape[1];
-    const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
+    const npy_intp per_block = Block::most_queries(group);
     const npy_intp n_queries = q.shape[2], n_keys = k.shape[2], d = k.shape[3], dv = v.shape[3];
-    const npy_intp n_items = k.shape[0] * k.shape[1];
+    const npy_intp n_blocks = (n_queries + per_block - 1) / per_block;
+    const npy_intp n_items = k.shape[0] * k.shape[1] * n_blocks;
     const npy_intp n_parts = count_parts(n_items, cost(q, k));
     return in_threads(n_items, n_parts, [&](npy_intp first, npy_intp last) {
         std::vector<T> key_scratch, value_scratch, rows, scores, factor, mixed;
         std::vector<char> seen;
+        Matrix<T> keys, values;
         for (npy_intp item = first; item < last; ++item) {
-            const npy_intp b = item / k.shape[1], h = item % k.shape[1];
-            if (item == first || h == 0) seen = seen_keys(mask, b, n_queries, n_keys, s);
-            const T* keys = k.head(b, h, n_keys, seen, key_scratch);
-            const T* values = v.head(b, h, n_keys, seen, value_scratch);
-            for (npy_intp i = 0; i < n_queries; i += per_block) {
-                const Block block = {b, h * group, group, i, std::min(per_block, n_queries - i),
-                                     n_keys - n_queries + i};
-                const npy_intp m = block.n_rows(), stop = block.stop(s, n_keys);
-                const npy_intp low = block.low(s, stop), n = stop - low;
-                block.gather(q, T(s.scale), rows);
-                scores.resize(m * n);
-                multiply<T>(m, n, d, {rows.data(), d, false}, {keys + low * d, d, true},
-                            T(0), scores.data(), n);
-                if (s.softcap) cap(scores, T(s.softcap));
-                if (mask.data) add_mask(block, mask, low, n, scores);
-                softmax(block, s, low, n, scores, factor);
-                mixed.resize(m * dv);
-                multiply<T>(m, dv, n, {scores.data(), n, false}, {values + low * dv, dv, false},
-                            T(0), mixed.data(), dv);
-                block.scatter(mixed, factor, y);
+            const npy_intp b = item / n_blocks / k.shape[1], h = item / n_blocks % k.shape[1];
+            const npy_intp i = item % n_blocks * per_block;
+            if (item == first || (h == 0 && i == 0))
+                seen = seen_keys(mask, b, n_queries, n_keys, s);
+            if (item == first || i == 0) {
+                keys = k.head(b, h, n_keys, seen, key_scratch);
+                values = v.head(b, h, n_keys, seen, value_scratch);
             }
+            const Block block = {b, h * group, group, i, std::min(per_block, n_queries - i),
+                                 n_keys - n_queries + i};
+            const npy_intp m = block.n_rows(), stop = block.stop(s, n_keys);
+            const npy_intp low = block.low(s, stop), n = stop - low;
+            block.gather(q, T(s.scale), rows);
+            scores.resize(m * n);
+            multiply<T>(m, n, d, {rows.data(), d, false}, keys.from(low).transpose(),
+                        T(0), scores.data(), n);
+            if (s.softcap) cap(scores, T(s.softcap));
+            if (mask.data) add_mask(block, mask, low, n, scores);
+            softmax(block, s, low, n, scores, factor);
+            mixed.resize(m * dv);
+            multiply<T>(m, dv, n, {scores.data(), n, false}, values.from(low),
+                        T(0), mixed.data(), dv);
+            block.scatter(mixed, factor, y);
         }
     });
 }
@@ -316,42 +324,44 @@ bool cached(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObject*
         cached_values.shape[3] != v.shape[3] || k.shape[2] != n_new)
         return fail("Attention got a cache whose shape does not match the new keys and values.");
     const npy_intp group = q.shape[1] / k.shape[1];
-    const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
+    const npy_intp per_block = Block::most_queries(group);
     const npy_intp d = k.shape[3], dv = v.shape[3];
-    const npy_intp n_items = k.shape[0] * k.shape[1];
+    const npy_intp n_blocks = (n_new + per_block - 1) / per_block;
+    const npy_intp n_items = k.shape[0] * k.shape[1] * n_blocks;
     const npy_intp n_bytes = q.shape[0] * q.shape[1] * n_new * d * (n_old + n_new);
     return in_threads(n_items, count_parts(n_items, n_bytes), [&](npy_intp first, npy_intp last) {
         std::vector<T> scratch[4], rows, scores, factor, mixed;
+        Matrix<T> old_keys, old_values, new_keys, new_values;
         for (npy_intp item = first; item < last; ++item) {
-            const npy_intp b = item / k.shape[1], h = item % k.shape[1];
-            const npy_intp start = *(npy_int64*)PyArray_GETPTR1(Start, b);
-            const T* old_keys = cached_keys.head(b, h, n_old, {}, scratch[0]);
-            const T* old_values = cached_values.head(b, h, n_old, {}, scratch[1]);
-            const T* new_keys = k.head(b, h, n_new, {}, scratch[2]);
-            const T* new_values = v.head(b, h, n_new, {}, scratch[3]);
-            for (npy_intp i = 0; i < n_new; i += per_block) {
-                const Block block = {b, h * group, group, i, std::min(per_block, n_new - i),
-                                     n_old + i};
-                const npy_intp m = block.n_rows(), stop = n_old + i + block.n_queries;
-                const npy_intp low = std::min(std::max(block.low(s, stop), start), stop);
-                const npy_intp low_old = std::min(low, n_old), n_seen_old = n_old - low_old;
-                const npy_intp low_new = std::max(low - n_old, npy_intp(0)), n = stop - low;
-                const npy_intp n_seen_new = n - n_seen_old;
-                block.gather(q, T(s.scale), rows);
-                scores.resize(m * n);
-                multiply<T>(m, n_seen_old, d, {rows.data(), d, false},
-                            {old_keys + low_old * d, d, true}, T(0), scores.data(), n);
-                multiply<T>(m, n_seen_new, d, {rows.data(), d, false},
-                            {new_keys + low_new * d, d, true}, T(0), scores.data() + n_seen_old, n);
-                if (s.softcap) cap(scores, T(s.softcap));
-                softmax(block, s, low, n, scores, factor);
-                mixed.resize(m * dv);
-                multiply<T>(m, dv, n_seen_old, {scores.data(), n, false},
-                            {old_values + low_old * dv, dv, false}, T(0), mixed.data(), dv);
-                multiply<T>(m, dv, n_seen_new, {scores.data() + n_seen_old, n, false},
-                            {new_values + low_new * dv, dv, false}, T(1), mixed.data(), dv);
-                block.scatter(mixed, factor, y);
+            const npy_intp b = item / n_blocks / k.shape[1], h = item / n_blocks % k.shape[1];
+            const npy_intp i = item % n_blocks * per_block;
+            if (item == first || i == 0) {
+                old_keys = cached_keys.head(b, h, n_old, {}, scratch[0]);
+                old_values = cached_values.head(b, h, n_old, {}, scratch[1]);
+                new_keys = k.head(b, h, n_new, {}, scratch[2]);
+                new_values = v.head(b, h, n_new, {}, scratch[3]);
             }
+            const npy_intp start = *(npy_int64*)PyArray_GETPTR1(Start, b);
+            const Block block = {b, h * group, group, i, std::min(per_block, n_new - i), n_old + i};
+            const npy_intp m = block.n_rows(), stop = n_old + i + block.n_queries;
+            const npy_intp low = std::min(std::max(block.low(s, stop), start), stop);
+            const npy_intp low_old = std::min(low, n_old), n_seen_old = n_old - low_old;
+            const npy_intp low_new = std::max(low - n_old, npy_intp(0)), n = stop - low;
+            const npy_intp n_seen_new = n - n_seen_old;
+            block.gather(q, T(s.scale), rows);
+            scores.resize(m * n);
+            multiply<T>(m, n_seen_old, d, {rows.data(), d, false},
+                        old_keys.from(low_old).transpose(), T(0), scores.data(), n);
+            multiply<T>(m, n_seen_new, d, {rows.data(), d, false},
+                        new_keys.from(low_new).transpose(), T(0), scores.data() + n_seen_old, n);
+            if (s.softcap) cap(scores, T(s.softcap));
+            softmax(block, s, low, n, scores, factor);
+            mixed.resize(m * dv);
+            multiply<T>(m, dv, n_seen_old, {scores.data(), n, false}, old_values.from(low_old),
+                        T(0), mixed.data(), dv);
+            multiply<T>(m, dv, n_seen_new, {scores.data() + n_seen_old, n, false},
+                        new_values.from(low_new), T(1), mixed.data(), dv);
+            block.scatter(mixed, factor, y);
         }
     });
 }
@@ -374,7 +384,7 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
     // Broadcast entries are long sums.
     std::vector<double> dmask(DMask ? PyArray_SIZE(*DMask) : 0);
     const npy_intp group = q.shape[1] / k.shape[1];
-    const npy_intp per_block = std::max(BLOCK / group, npy_intp(1));
+    const npy_intp per_block = Block::most_queries(group);
     const npy_intp n_queries = q.shape[2], n_keys = k.shape[2], d = k.shape[3], d_v = v.shape[3];
     const npy_intp n_items = k.shape[0] * k.shape[1];
     // Heads may share a mask, whose gradient is then a sum over them.
@@ -386,8 +396,8 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
         for (npy_intp item = first; item < last; ++item) {
             const npy_intp b = item / k.shape[1], h = item % k.shape[1];
             if (item == first || h == 0) seen = seen_keys(mask, b, n_queries, n_keys, s);
-            const T* keys = k.head(b, h, n_keys, seen, key_scratch);
-            const T* values = v.head(b, h, n_keys, seen, value_scratch);
+            const Matrix<T> keys = k.head(b, h, n_keys, seen, key_scratch);
+            const Matrix<T> values = v.head(b, h, n_keys, seen, value_scratch);
             T* const dkeys = dk + item * n_keys * d;
             T* const dvalues = dv + item * n_keys * d_v;
             std::fill_n(dkeys, n_keys * d, T(0));
@@ -401,7 +411,7 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
                 block.gather(g, T(1), dy);
                 weights.resize(m * n);
                 dscores.resize(m * n);
-                multiply<T>(m, n, d, {rows.data(), d, false}, {keys + low * d, d, true},
+                multiply<T>(m, n, d, {rows.data(), d, false}, keys.from(low).transpose(),
                             T(0), weights.data(), n);
                 if (s.softcap) {
                     cap(weights, T(s.softcap));
@@ -409,7 +419,7 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
                 }
                 if (mask.data) add_mask(block, mask, low, n, weights);
                 softmax(block, s, low, n, weights, factor);
-                multiply<T>(m, n, d_v, {dy.data(), d_v, false}, {values + low * d_v, d_v, true},
+                multiply<T>(m, n, d_v, {dy.data(), d_v, false}, values.from(low).transpose(),
                             T(0), dscores.data(), n);
                 for (npy_intp r = 0; r < m; ++r) {
                     T* const weight = weights.data() + r * n;
@@ -433,7 +443,7 @@ bool pullback(PyArrayObject* Q, PyArrayObject* K, PyArrayObject* V, PyArrayObjec
                     }
                 }
                 drows.resize(m * d);
-                multiply<T>(m, d, n, {dscores.data(), n, false}, {keys + low * d, d, false},
+                multiply<T>(m, d, n, {dscores.data(), n, false}, keys.from(low),
                             T(0), drows.data(), d);
                 std::fill(factor.begin(), factor.end(), T(s.scale));
                 block.scatter(drows, factor, dq);

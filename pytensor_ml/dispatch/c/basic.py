@@ -43,6 +43,10 @@ class CKernel(COp):
     def make_node(self, *inputs: Variable) -> Apply:
         return Apply(self, list(inputs), [kind() for kind in self.layer_op.output_types])
 
+    def c_compile_args(self, **kwargs: Any) -> list[str]:
+        # Otherwise GCC does not vectorize a choice between two floats, such as the exponential's.
+        return ["-fno-trapping-math"]
+
     def infer_shape(self, node: Apply, shapes: Any) -> Any:
         return self.layer_op.infer_shape(node, shapes)
 
@@ -167,6 +171,10 @@ struct Matrix {
     const T* data;
     npy_intp stride;
     bool transposed;
+
+    // Without what is before a row of what lies in memory.
+    Matrix from(npy_intp row) const { return {data + row * stride, stride, transposed}; }
+    Matrix transpose() const { return {data, stride, !transposed}; }
 };
 
 // out = beta * out + a b, where out is (m, n) and a is (m, k).

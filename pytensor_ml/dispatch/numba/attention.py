@@ -103,7 +103,7 @@ def numba_funcify_cached_attention(op: CachedAttentionLayer, node: Apply, **kwar
         if n_old < 0 or n_old > cached_keys.shape[2] or len(start) != q.shape[0]:
             raise ValueError("Attention got a cache whose length or start does not fit it")
         y = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
-        n_items = k.shape[0] * k.shape[1]
+        n_items = count_blocks(q, k)
         n_parts = count_parts(n_items, q.size * (n_old + k.shape[2]))
         attend_to_cache_in_threads(
             n_items,
@@ -159,7 +159,7 @@ def overload_parts_of_mask(mask: Any, q: Any) -> Callable:
 
 
 @numba_njit
-def attend_heads(
+def attend_blocks(
     first: int,
     stop: int,
     q: Array,
@@ -176,29 +176,29 @@ def attend_heads(
     n_head, n_queries = q.shape[1:3]
     n_kv_head, n_keys = k.shape[1:3]
     group = n_head // n_kv_head
-    per_block = max(1, BLOCK // group)
+    per_block = block_size(group)
+    n_blocks = -(-n_queries // per_block)
     seen = np.empty(0, np.bool_)
     for item in range(first, stop):
-        b, h = item // n_kv_head, item % n_kv_head
-        if item == first or h == 0:
+        b, h = item // n_blocks // n_kv_head, item // n_blocks % n_kv_head
+        i = item % n_blocks * per_block
+        if item == first or (h == 0 and i == 0):
             seen = seen_keys(visible, b, n_queries, n_keys, is_causal, window)
-        keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
-        for i in range(0, n_queries, per_block):
-            n = min(per_block, n_queries - i)
-            position = n_keys - n_queries + i
-            low, end = reach(position, n, n_keys, is_causal, window)
-            rows = gather(q, b, h * group, group, i, n, scale)
-            scores = inner_products(rows, keys, low, end)
-            if softcap > 0:
-                cap(scores, softcap)
-            total = weigh(
-                scores, visible, bias, b, h * group, i, n, low, position, is_causal, window
-            )
-            mixed = weighted_sums(scores, values, low, end)
-            scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+        if item == first or i == 0:
+            keys, values = seen_rows(k, b, h, seen), seen_rows(v, b, h, seen)
+        n = min(per_block, n_queries - i)
+        position = n_keys - n_queries + i
+        low, end = reach(position, n, n_keys, is_causal, window)
+        rows = gather(q, b, h * group, group, i, n, scale)
+        scores = inner_products(rows, keys, low, end)
+        if softcap > 0:
+            cap(scores, softcap)
+        total = weigh(scores, visible, bias, b, h * group, i, n, low, position, is_causal, window)
+        mixed = weighted_sums(scores, values, low, end)
+        scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
 
 
-attend_in_threads = in_threads(attend_heads)
+attend_in_threads = in_threads(attend_blocks)
 
 
 @apart
@@ -215,7 +215,7 @@ def attend(
     window: int,
 ) -> Array:
     y = empty_like_heads(q, v.shape[3])
-    n_items = k.shape[0] * k.shape[1]
+    n_items = count_blocks(q, k)
     n_parts = count_parts(n_items, cost(q, k))
     attend_in_threads(
         n_items, n_parts, q, k, v, visible, bias, scale, softcap, is_causal, window, y
@@ -245,7 +245,7 @@ def pull_back_heads(
     n_head, n_queries = q.shape[1:3]
     n_kv_head, n_keys = k.shape[1:3]
     group = n_head // n_kv_head
-    per_block = max(1, BLOCK // group)
+    per_block = block_size(group)
     seen = np.empty(0, np.bool_)
     for item in range(first, stop):
         b, h = item // n_kv_head, item % n_kv_head
@@ -325,7 +325,7 @@ def pull_back(
 
 
 @numba_njit
-def attend_heads_to_cache(
+def attend_blocks_to_cache(
     first: int,
     stop: int,
     q: Array,
@@ -342,39 +342,51 @@ def attend_heads_to_cache(
 ) -> None:
     n_kv_head, n_new = k.shape[1:3]
     group = q.shape[1] // n_kv_head
-    per_block = max(1, BLOCK // group)
+    per_block = block_size(group)
+    n_blocks = -(-n_new // per_block)
     for item in range(first, stop):
-        b, h = item // n_kv_head, item % n_kv_head
-        for i in range(0, n_new, per_block):
-            n = min(per_block, n_new - i)
-            slot = n_old + i
-            low = max(int(start[b]), slot + 1 - window, 0)
-            low_old = min(low, n_old)
-            low_new = min(max(low - n_old, 0), i + n)
-            rows = gather(q, b, h * group, group, i, n, scale)
-            old = inner_products(rows, head(cached_keys, b, h, n_old), low_old, n_old)
-            new = inner_products(rows, head(k, b, h, i + n), low_new, i + n)
-            high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
-            high[:] = -np.inf
-            total[:] = 0
-            for scores, position in ((old, low_old), (new, n_old + low_new)):
-                if softcap > 0:
-                    cap(scores, softcap)
-                hide(scores, n, position, slot, True, window)
-                update_maximum(high, scores)
-            exponentiate(old, high, total)
-            exponentiate(new, high, total)
-            mixed = weighted_sums(old, head(cached_values, b, h, n_old), low_old, n_old)
-            mixed += weighted_sums(new, head(v, b, h, i + n), low_new, i + n)
-            scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
+        b, h = item // n_blocks // n_kv_head, item // n_blocks % n_kv_head
+        i = item % n_blocks * per_block
+        n = min(per_block, n_new - i)
+        slot = n_old + i
+        low = max(int(start[b]), slot + 1 - window, 0)
+        low_old = min(low, n_old)
+        low_new = min(max(low - n_old, 0), i + n)
+        rows = gather(q, b, h * group, group, i, n, scale)
+        old = inner_products(rows, cached_keys[b, h, :n_old], low_old, n_old)
+        new = inner_products(rows, k[b, h, : i + n], low_new, i + n)
+        high, total = np.empty(len(rows), q.dtype), np.empty(len(rows), q.dtype)
+        high[:] = -np.inf
+        total[:] = 0
+        for scores, position in ((old, low_old), (new, n_old + low_new)):
+            if softcap > 0:
+                cap(scores, softcap)
+            hide(scores, n, position, slot, True, window)
+            update_maximum(high, scores)
+        exponentiate(old, high, total)
+        exponentiate(new, high, total)
+        mixed = weighted_sums(old, cached_values[b, h, :n_old], low_old, n_old)
+        mixed += weighted_sums(new, v[b, h, : i + n], low_new, i + n)
+        scatter(mixed, inverse_or_zero(total), y, b, h * group, i, n)
 
 
-attend_to_cache_in_threads = in_threads(attend_heads_to_cache)
+attend_to_cache_in_threads = in_threads(attend_blocks_to_cache)
 
 
 def cache_key(op: LayerOp, node: Apply) -> str:
     masks = [x.type.dtype for x in node.inputs[3:]]
     return kernel_key(type(op), op._props_dict(), masks)
+
+
+@numba_njit
+def block_size(group: int) -> int:
+    """Return how many queries of heads that share a key are computed at a time."""
+    return max(1, BLOCK // group)
+
+
+@numba_njit
+def count_blocks(q: Array, k: Array) -> int:
+    return k.shape[0] * k.shape[1] * -(-q.shape[2] // block_size(q.shape[1] // k.shape[1]))
 
 
 @numba_njit
@@ -630,22 +642,3 @@ def softmax_pullback(weights: Array, total: Array, dweights: Array) -> None:
         for j in range(weights.shape[1]):
             slope = weights[r, j] * (dweights[r, j] - mean)
             dweights[r, j] = 0 if weights[r, j] == 0 else slope
-
-
-def head(x: Any, b: Any, h: Any, stop: Any) -> Any:
-    """The first rows of a head as a contiguous array; a view, if the layout of ``x`` allows."""
-
-
-@overload(head)
-def overload_head(x: Any, b: Any, h: Any, stop: Any) -> Callable:
-    def view_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
-        return x[b, h, :stop]
-
-    def copy_head(x: Any, b: Any, h: Any, stop: Any) -> Any:
-        rows = np.empty((stop, x.shape[3]), x.dtype)
-        for j in range(stop):
-            for d in range(x.shape[3]):
-                rows[j, d] = x[b, h, j, d]
-        return rows
-
-    return view_head if x.layout == "C" else copy_head
