@@ -71,7 +71,7 @@ def check_attention(dtype="float32", spoils_hidden=False, takes_backward=True):
         (2, 3, 4, 8, 6, True),
         (1, 1, 1, 8, 8, False),
         (2, 3, 37, 19, 5, False),
-        (2, 150, 20, 1, 1, False),
+        (2, 150, 20, 3, 2, False),
     ]:
         q, k, v, g = (
             normal(n_batch, *shape, dtype=dtype)
@@ -96,10 +96,12 @@ def check_attention(dtype="float32", spoils_hidden=False, takes_backward=True):
         if not (is_spoiled and spoils_hidden):
             assert_same(dbias, right_dbias)
     no_rows = [*(x[:0] for x in values[:-1]), bias]
-    assert run(*no_rows)[0].shape == (0, 4, 150, 1)
+    assert run(*no_rows)[0].shape == (0, 4, 150, 2)
+    layouts = [[np.repeat(x, 2, axis=-1)[..., ::2] for x in values]]
     if takes_backward:
-        backward = [x[::-1, ::-1] for x in values]
-        for result, right in zip(run(*backward), run_inner_graphs(*backward), strict=True):
+        layouts.append([x[::-1, ::-1] for x in values])
+    for given in layouts:
+        for result, right in zip(run(*given), run_inner_graphs(*given), strict=True):
             assert_same(result, right)
 
 
