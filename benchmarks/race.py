@@ -230,7 +230,10 @@ class Worker:
             # In a common cache, packages of one name would take each other's code for theirs.
             flags.append(f"base_compiledir={setting.folder / contestant.python}")
         if contestant.cache is not None:
-            flags.append(f"base_compiledir={compile_cache(row, entry, setting)}")
+            cache = compile_cache(row, entry, setting)
+            flags.append(f"base_compiledir={cache}")
+            # Where MLX keeps what it compiled.
+            environment["TMPDIR"] = str(cache)
         environment["PYTENSOR_FLAGS"] = ",".join(filter(None, flags))
         with tempfile.TemporaryFile("w+", dir=setting.folder) as errors:
             self._process = subprocess.Popen(
